@@ -84,7 +84,7 @@ print(
 )
 
 examples = [batch(8, words) for words in (7, 5)]
-stream = pipe.train(examples[step % 2] for step in range(60))
+stream = pipe.train(examples[step % 2] for step in range(24))
 losses = [float(loss) for loss in stream]
 print(
     f"loss {losses[0]:.2f} at first, {losses[-1]:.2f} after {len(losses)} batches of 7 and 5 words"

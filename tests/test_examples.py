@@ -2,7 +2,7 @@
 
 Examples run in this process, which has imported torch and whose fork server starts their ranks: a
 process of their own spends all its time on imports. The first one runs without torch, and so by
-itself; the last one runs under torchrun.
+itself; the last one runs in ranks that have the variables of torchrun.
 """
 
 from __future__ import annotations
@@ -113,11 +113,11 @@ def test_training_with_launch_plans_and_learns_the_digits(run_here):
     assert re.search(r"^a step: \S+ ms predicted, \S+ ms the last one$", printed, re.MULTILINE)
 
 
-def test_training_under_torchrun_goes_on_with_another_number_of_processes(
+def test_training_with_torchruns_variables_goes_on_with_another_number_of_processes(
     tmp_path, monkeypatch, capfd
 ):
-    """A checkpoint knows nothing of the cut, and torchrun finds ports of its own. A single process
-    gets from `launch` the variables that torchrun sets.
+    """A checkpoint knows nothing of the cut. Ranks of `launch` have the variables that torchrun sets;
+    what torchrun does besides is tested in tests/ranks/test_torchrun.py.
     """
 
     def run_rank(words: list[str]) -> None:
@@ -128,9 +128,8 @@ def test_training_under_torchrun_goes_on_with_another_number_of_processes(
         runpy.run_path(words[0], run_name="__main__")
 
     words = [str(EXAMPLES / "train_torchrun.py"), "--folder", "kept", "--epochs"]
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    printed = run(*torchrun, *words, "1", cwd=tmp_path)
-    assert re.findall(r"^epoch (\d)", printed, re.MULTILINE) == ["0"]
     monkeypatch.chdir(tmp_path)
-    launch(run_rank, 1, [*words, "2"], threads=1)
-    assert re.findall(r"^epoch (\d)", capfd.readouterr().out, re.MULTILINE) == ["1"]
+    for ranks, epochs in ((2, 1), (1, 2)):
+        launch(run_rank, ranks, [*words, str(epochs)], threads=1)
+        printed = capfd.readouterr().out
+        assert re.findall(r"^epoch (\d)", printed, re.MULTILINE) == [str(epochs - 1)]

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from penstock.errors import UnknownName
-from penstock.registry import Registry
+from penstock.registry import Registry, find_plugins
 
 ENTRY = """
 from {package}_list import KINDS
@@ -102,6 +102,22 @@ def _install_plugin(folder, name, module, text):
     (facts / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
     (facts / "entry_points.txt").write_text(f"[penstock.plugins]\n{name} = {module}\n")
     (folder / f"{module}.py").write_text(text)
+
+
+def test_plugins_are_searched_once_for_each_path(tmp_path, monkeypatch):
+    """A rank has the path of its launcher, and may see other distributions than the process that
+    forked it.
+    """
+    _install_plugin(tmp_path, "late", "late_plugin", "")
+    before = find_plugins()
+    assert find_plugins() is before
+    monkeypatch.syspath_prepend(tmp_path)
+    assert {entry_point.name for entry_point in find_plugins()} == {
+        "late",
+        *(entry_point.name for entry_point in before),
+    }
+    monkeypatch.undo()
+    assert find_plugins() is before
 
 
 def test_plugins_of_installed_distributions_register_entries(tmp_path):

@@ -7,7 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import SettingError
-from penstock.units import format_bytes, format_seconds, parse_bytes, parse_seconds
+from penstock.units import (
+    format_bytes,
+    format_count,
+    format_ranks,
+    format_seconds,
+    parse_bytes,
+    parse_seconds,
+)
 
 
 @pytest.mark.parametrize(("text", "count"), [
@@ -141,3 +148,15 @@ def test_quantities_that_nothing_has_are_refused():
         parse_bytes("1e300")
     with pytest.raises(SettingError, match=r"'1e9 h' is too large: at most 1e\+09 s"):
         parse_seconds("1e9 h")
+
+
+def test_only_one_is_singular():
+    """Messages count parameters, ranks and states, of which there may be 0 or 1.5."""
+    assert [format_count(number, "state") for number in (0, 1, 1.0, 1.5)] == [
+        "0 states",
+        "1 state",
+        "1 state",
+        "1.5 states",
+    ]
+    assert format_count(2, "process", "processes") == "2 processes"
+    assert (format_ranks([3]), format_ranks(range(3))) == ("rank 3", "ranks 0, 1, 2")

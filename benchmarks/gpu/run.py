@@ -9,6 +9,7 @@ written after each of them.
 from __future__ import annotations
 
 import argparse
+import importlib
 import signal
 import sys
 import tempfile
@@ -218,6 +219,9 @@ def main(words: list[str] | None = None) -> int:
                 file=sys.stderr,
             )
             return USAGE
+        if arguments.sections_from is None:
+            # The first optimizer imports it, for seconds: once here, not in every section.
+            importlib.import_module("torch._dynamo")
         results = Results(
             machine.commit(), str(device), arguments.smoke, arguments.limit, machine_facts
         )

@@ -52,9 +52,20 @@ class UnknownName(PenstockError, ValueError):
         self.kind, self.name, self.valid_names = kind, name, tuple(valid_names)
         # A foreign text of any length may stand where a name should.
         quoted = name if len(name) <= _MAX_NAME else f"{name[:_MAX_NAME]}…"
-        close_matches = difflib.get_close_matches(quoted, self.valid_names, n=1)
-        hint = f" Did you mean {close_matches[0]!r}?" if close_matches else ""
+        hint = did_you_mean(quoted, self.valid_names)
         super().__init__(f"no {kind} called {quoted!r}.{hint} Known: {', '.join(self.valid_names)}")
+
+
+def did_you_mean(name: str, valid_names: Iterable[str]) -> str:
+    """Return the end of a message that suggests the closest of the valid names, after a space;
+    empty if none is close.
+
+    >>> did_you_mean("gipe", ["1f1b", "gpipe"])
+    " Did you mean 'gpipe'?"
+    """
+    # Cut off: comparing takes time in proportion to the product of the lengths.
+    close_matches = difflib.get_close_matches(name[:_MAX_NAME], list(valid_names), n=1)
+    return f" Did you mean {close_matches[0]!r}?" if close_matches else ""
 
 
 class ChainError(PenstockError, ValueError):

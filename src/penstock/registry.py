@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import pkgutil
+import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +19,22 @@ T = TypeVar("T")
 
 #: Group of entry points whose modules register entries when they are imported.
 PLUGIN_GROUP = "penstock.plugins"
+
+
+@cache
+def _entry_points(path: tuple[str, ...]) -> tuple[importlib.metadata.EntryPoint, ...]:
+    """Return the entry points of all plug-ins that the distributions on a path have."""
+    del path  # importlib reads sys.path itself
+    return tuple(importlib.metadata.entry_points(group=PLUGIN_GROUP))
+
+
+def find_plugins() -> tuple[importlib.metadata.EntryPoint, ...]:
+    """Return the entry points of all plug-ins, without importing any.
+
+    They are read once for each `sys.path`: every installed distribution has a file to open, some
+    20 ms for a hundred.
+    """
+    return _entry_points(tuple(dict.fromkeys(sys.path)))
 
 
 @cache
@@ -35,7 +52,7 @@ def import_plugins() -> tuple[str, ...]:
         The names of the plug-ins that were imported.
     """
     names = []
-    for entry_point in importlib.metadata.entry_points(group=PLUGIN_GROUP):
+    for entry_point in find_plugins():
         try:
             entry_point.load()
         except Exception as error:  # noqa: BLE001 - any error of another distribution's module
@@ -107,12 +124,16 @@ class Registry(Generic[T]):
         self._load()
         return dict(sorted(self._entries.items()))
 
+    def import_modules(self) -> None:
+        """Import the modules of the package, which register its entries, and no plug-ins."""
+        package = importlib.import_module(self._package)
+        for module in pkgutil.iter_modules(package.__path__, f"{self._package}."):
+            importlib.import_module(module.name)
+
     def _load(self) -> None:
         """Import the modules that register entries, once."""
         if not self._loaded:
-            package = importlib.import_module(self._package)
-            for module in pkgutil.iter_modules(package.__path__, f"{self._package}."):
-                importlib.import_module(module.name)
+            self.import_modules()
             # Set first: a plug-in may look up entries while it is imported.
             self._loaded = True
             import_plugins()

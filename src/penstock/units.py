@@ -1,9 +1,10 @@
-"""Parse and format seconds and bytes."""
+"""Parse and format seconds and bytes, and write counts and lists of ranks."""
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable
 
 from penstock.errors import SettingError
 
@@ -80,6 +81,26 @@ def format_bytes(count: float) -> str:
         if abs(count) >= size:
             return f"{count / size:.1f} {unit}"
     return f"{count:.0f} B"
+
+
+def format_count(count: float, noun: str, plural: str = "") -> str:
+    """Write a number of things: the noun has an s for all numbers but 1, or is `plural`.
+
+    >>> format_count(1, "rank"), format_count(2, "rank"), format_count(2, "process", "processes")
+    ('1 rank', '2 ranks', '2 processes')
+    """
+    number = f"{count:g}" if isinstance(count, float) else str(count)
+    return f"{number} {noun if count == 1 else plural or f'{noun}s'}"
+
+
+def format_ranks(ranks: Iterable[int]) -> str:
+    """Write a list of ranks.
+
+    >>> format_ranks([3]), format_ranks([0, 2])
+    ('rank 3', 'ranks 0, 2')
+    """
+    numbers = [str(rank) for rank in ranks]
+    return f"{'rank' if len(numbers) == 1 else 'ranks'} {', '.join(numbers)}"
 
 
 def format_seconds(seconds: float) -> str:

@@ -104,12 +104,26 @@ def test_the_guide_gives_one_file_for_each_kind_and_none_is_taken():
     assert len(ROWS) == len(SOURCES)
 
 
+#: Runs the doctests of modules, and prints only those that fail.
+DOCTESTS = """
+import doctest
+import importlib
+
+for name in {modules!r}:
+    assert not doctest.testmod(importlib.import_module(name)).failed, name
+"""
+
+
 def test_what_the_guide_adds_works_with_no_other_change(copy, tmp_path):
-    """Followed once by hand, a guide is right that day; followed by a test, it stays so."""
+    """Followed once by hand, a guide is right that day; followed by a test, it stays so. The drawing
+    in a docstring is the first thing that its reader believes: doctests pass, too.
+    """
     where = (
         f"import penstock\nassert penstock.__file__.startswith({str(copy)!r}), penstock.__file__\n"
     )
-    (tmp_path / "guide.py").write_text(where + SCRIPT, encoding="utf-8")
+    modules = [path.removeprefix("src/").removesuffix(".py").replace("/", ".") for path in SOURCES]
+    doctests = DOCTESTS.format(modules=modules)
+    (tmp_path / "guide.py").write_text(where + SCRIPT + doctests, encoding="utf-8")
     assert run(copy, "guide.py", cwd=tmp_path) == SHOWN
 
 
@@ -125,11 +139,6 @@ def test_every_recipe_ends_in_a_check_that_passes(copy):
     # The laws adopt each entry, beside the test of the recipe; most of all those of schedules.
     assert all(int(count) > 1 for count in tests.values()), tests
     assert int(tests["grouped-gpipe"]) > 50
-
-
-def test_doctests_of_what_the_guide_adds_pass(copy, tmp_path):
-    """The drawing in a docstring is the first thing that its reader believes."""
-    run(copy, "-m", "doctest", *(str(copy / path) for path in SOURCES), cwd=tmp_path)
 
 
 def test_what_the_guide_adds_is_in_the_house_style(copy):

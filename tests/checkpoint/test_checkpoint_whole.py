@@ -70,7 +70,7 @@ def trained(steps=2, optimizer=sgd, **options):
 
 def everything(pipe):
     """Return all state that a checkpoint restores."""
-    stages = pipe._local_stages
+    stages = pipe._assembly.stages
     moments = {
         f"{stage.index} {place} {key}": torch.as_tensor(value)
         for stage in stages
@@ -259,7 +259,7 @@ def test_nan_weights_do_not_replace_a_good_checkpoint(tmp_path):
     pipe.save(tmp_path)
     expected = everything(pipe)
     with torch.no_grad():
-        pipe._local_stages[1].update.parameters[0][0, 0] = math.nan
+        pipe._assembly.stages[1].update.parameters[0][0, 0] = math.nan
     with pytest.raises(
         SettingError, match=r"there are NaN values in 2\.weight at step 2: this run has"
     ):
@@ -294,7 +294,7 @@ def test_nan_moments_are_refused_and_infinite_buffers_are_not(tmp_path):
     pipe.save(tmp_path)
     again = pipeline(model=nn.Sequential(nn.Linear(3, 4), Mask(), nn.Linear(4, 1)))
     again.load(tmp_path)
-    optimizer = pipe._local_stages[0].update.optimizer
+    optimizer = pipe._assembly.stages[0].update.optimizer
     next(iter(optimizer.state.values()))["momentum_buffer"].fill_(math.nan)
     with pytest.raises(
         SettingError, match=r"NaN values in optimizer/0\.(weight|bias)/momentum_buffer at step 2"
@@ -351,7 +351,7 @@ def test_the_state_of_another_optimizer_is_refused_by_name(tmp_path, saved, expe
     """Its learning rate and decay would be used, and its moments would be ignored."""
     trained(optimizer=saved).save(tmp_path)
     pipe = trained(3, optimizer=expected)
-    name = type(pipe._local_stages[0].update.optimizer).__name__
+    name = type(pipe._assembly.stages[0].update.optimizer).__name__
     assert_refused(
         tmp_path,
         rf"it holds the state of torch\.optim\.\w+\.\w+, and the optimizer of this "
@@ -366,7 +366,7 @@ def test_the_state_of_another_optimizer_is_refused_by_name(tmp_path, saved, expe
     assert differences(everything(pipe), everything(fresh)) == []
     rates = {
         group["lr"]
-        for stage in fresh._local_stages
+        for stage in fresh._assembly.stages
         for group in stage.update.optimizer.param_groups
     }
     assert rates == {expected([nn.Parameter(torch.zeros(1))]).param_groups[0]["lr"]}
@@ -415,7 +415,7 @@ def test_parameters_that_no_gradient_has_reached_have_no_state_and_need_none(tmp
     trained(model=model).save(tmp_path)
     pipe = trained()
     pipe.load(tmp_path)
-    assert sum(len(stage.update.optimizer.state) for stage in pipe._local_stages) == 2
+    assert sum(len(stage.update.optimizer.state) for stage in pipe._assembly.stages) == 2
 
 
 class Lookahead(SGD):

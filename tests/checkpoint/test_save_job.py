@@ -70,7 +70,7 @@ def test_a_checkpoint_that_is_completed_between_two_saves_is_told_once(tmp_path)
 def test_what_cannot_be_saved_is_told_by_a_later_step(tmp_path):
     """The thread has found it, and the run must not go on as if it were saved."""
     pipe = trained(1, "mlp")
-    pipe._local_stages[0].update.parameters[0].data.fill_(float("nan"))
+    pipe._assembly.stages[0].update.parameters[0].data.fill_(float("nan"))
     checkpoints = ps.Checkpoints(tmp_path)
     checkpoints.save(pipe)
     with pytest.raises(SettingError, match="there are NaN values in"):

@@ -242,7 +242,7 @@ def test_another_number_of_ranks_is_asked_for_in_the_folder_of_a_run(penstock, f
     ran = penstock("resize", folder, 0)
     assert (ran.status, "a run has 1 rank or more, not 0" in ran.err) == (2, True)
     ran = penstock("resize", tmp_path / "none", 3)
-    assert (ran.status, "holds no run: there is no config.yaml" in ran.err) == (2, True)
+    assert (ran.status, "holds no run: its config.yaml is not there" in ran.err) == (2, True)
 
 
 def begun_on_cuda(folder):

@@ -109,7 +109,7 @@ def nothing_is_held(pipe):
             or stage._slice_states.waiting
             or stage._slice_states._grads
         )
-        for stage in pipe._local_stages
+        for stage in pipe._assembly.stages
     )
 
 
@@ -321,7 +321,7 @@ def test_recompute_except_last_spares_all_slices_of_the_last_micro_batch(along):
     schedule = terapipe(2, slicing)
     pipe, _, x, y = pipeline(schedule, recompute="except_last", samples=12)
     forwards = []
-    for stage in pipe._local_stages:
+    for stage in pipe._assembly.stages:
         build = stage._builder.build
         stage._builder.build = lambda batch, n, *rest, build=build, index=stage.index: (
             forwards.append((index, n)) or build(batch, n, *rest)
@@ -392,7 +392,7 @@ def test_batches_of_changing_size_follow_one_another():
 def test_what_slices_hand_on_is_dropped_when_a_batch_fails():
     """The next batch would begin with keys, or gradients of keys, of this one."""
     pipe, model, x, y = pipeline(on_fewer_ranks(terapipe(2, slicing_of("2", 3)), 1))
-    first = pipe._local_stages[0]
+    first = pipe._assembly.stages[0]
     plain, parts = PlainSlices(model, CASES["gpt"].loss).backward_in_parts(x, y, cuts_of("2", 3))
     for method, number in (("forward", 1), ("backward", 0)):
         right = getattr(first, method)

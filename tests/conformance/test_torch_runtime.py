@@ -11,6 +11,7 @@ import pytest
 import torch
 from tests.conformance.reference import gradients
 from tests.conformance.torch_ranks import FORMATS, LAYERS, Case, batch, play_all, small_model
+from tests.selection import selected_parameters
 from torch.nn import functional
 from torch.torch_version import TorchVersion
 
@@ -103,12 +104,12 @@ TORCH_PLAYS_FAULTS = TorchVersion(torch.__version__) >= (2, 13)
 
 
 @pytest.fixture(scope="module")
-def theirs(tmp_path_factory):
+def theirs(request, tmp_path_factory):
     """Loss and gradients of one batch by torch, by schedule and form; all ranks' together."""
     folder = tmp_path_factory.mktemp("torch")
+    keys = [key for (key,) in selected_parameters(request, "key")]
     texts = {
-        key: (to_csv(schedule), to_csv(schedule, communication=True))
-        for key, schedule in SCHEDULES.items()
+        key: (to_csv(SCHEDULES[key]), to_csv(SCHEDULES[key], communication=True)) for key in keys
     } | (FAULTS if TORCH_PLAYS_FAULTS else {})
     cases = []
     for key, forms in texts.items():

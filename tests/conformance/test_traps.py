@@ -108,7 +108,7 @@ def test_copies_with_split_backward():
             for layer in stage.layers
             for name, p in layer.module.named_parameters()
         }
-        for stage in pipe._local_stages
+        for stage in pipe._assembly.stages
         if stage.index == 1
     ]
     assert differences(*held) == []
@@ -206,7 +206,7 @@ def test_tied_copies_stay_equal():
     x = torch.randn(8, 6)
     for _ in range(3):
         pipe.train_batch(x, x.roll(1))
-    first, last = (pipe._local_stages[stage].layers[0].module.weight for stage in (0, 2))
+    first, last = (pipe._assembly.stages[stage].layers[0].module.weight for stage in (0, 2))
     assert first is not last
     assert torch.equal(first, last)
 

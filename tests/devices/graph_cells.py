@@ -1,28 +1,22 @@
 """Capture steps of pipelines on the stand-in for an accelerator, play them again with another batch,
-and print how they differ from steps that are not captured.
+and compare them with steps that are not captured.
 
-Run by test_graphs.py, in a process of its own, for the reasons that lookalike.py gives. For each
-cell one line of JSON: see `Row`.
+Run by the fixture in conftest.py, in a process of its own, for the reasons that lookalike.py gives.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
-import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-import lookalike
-import lookalike_cells as cells
 import torch
-from lookalike_cells import SAMPLES, Cell
+from tests.devices import lookalike
+from tests.devices import lookalike_cells as cells
+from tests.devices.lookalike_cells import SAMPLES, Cell
+from tests.time_limits import HANG_S
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -32,10 +26,10 @@ from penstock.runtime import assembly
 from penstock.values import deferred_checks
 
 #: Batches before the capture, in which what is known from the first ones is learnt.
-WARM = 4
+WARM = 2
 
 #: Sizes that are captured without tied weights and clipping, too.
-PLAIN = ("1f1b 4 x 8", "zb-v 4 x 4", "chimera 4 x 8", "3 copies 2 x 6", "interleaved 4 x 4")
+PLAIN = ("1f1b 4 x 5", "zb-v 4 x 4", "chimera 4 x 4", "3 copies 2 x 6", "interleaved 4 x 4")
 
 #: The mean over samples of one number each: how much micro-batches count is known without a look at
 #: the targets.
@@ -87,6 +81,11 @@ class Event:
         """Wait for it."""
         self.check()
 
+    def query(self) -> bool:
+        """Return that it is over."""
+        self.check()
+        return True
+
     def elapsed_time(self, end: Event) -> float:
         """Return milliseconds."""
         del end
@@ -128,13 +127,13 @@ def sizes() -> dict[str, tuple[dict[str, Any], int]]:
     chosen: dict[str, tuple[dict[str, Any], int]] = {}
     for name, stages, micro_batches in (
         ("1f1b", 2, 3),
-        ("1f1b", 4, 8),
+        ("1f1b", 4, 5),
         ("gpipe", 3, 4),
         ("zb-h1", 3, 6),
         ("zb-v", 4, 4),
         ("chimera", 2, 4),
-        ("chimera", 4, 8),
-        ("bpipe", 4, 8),
+        ("chimera", 4, 4),
+        ("bpipe", 4, 6),
     ):
         schedule = ps.schedule(name, stages=stages, micro_batches=micro_batches)
         chosen[f"{name} {stages} x {micro_batches}"] = {"schedule": schedule}, stages
@@ -180,7 +179,7 @@ def graph_cells() -> dict[str, GraphCell]:
             found[name] = GraphCell(Cell(base, batch=vectors, loss=LOSS))
         tied = Cell(clipped, cells.tied_model, tokens, LOSS)
         found[f"{name}, tied weights, clipping"] = GraphCell(tied)
-    one = Cell({**sizes()["1f1b 4 x 8"][0], "balance": cut(4)}, batch=vectors, loss=LOSS)
+    one = Cell({**sizes()["1f1b 2 x 3"][0], "balance": cut(2)}, batch=vectors, loss=LOSS)
     adam = partial(torch.optim.Adam, foreach=False)
     for recompute in ("except_last", "always"):
         options = {**one.options, "recompute": recompute}
@@ -216,7 +215,7 @@ def pipeline(graph_cell: GraphCell) -> ps.Pipeline:
         optimizer=make,
         executor="threads",
         device=lookalike.DEVICE,
-        deadline_s=30.0,
+        deadline_s=HANG_S,
         **cell.options,
     )
 
@@ -272,7 +271,7 @@ def play_gradients(name: str) -> Row:
         balance=[4, 4],
         schedule=ps.Schedule.parse(f"rank 0 | {order}"),
         device=lookalike.DEVICE,
-        deadline_s=30.0,
+        deadline_s=HANG_S,
     )
     parameters = dict(pipe.named_parameters())
     x, y = (tensor.to(lookalike.DEVICE) for tensor in cells.vectors())
@@ -301,9 +300,10 @@ def play_gradients(name: str) -> Row:
     return row
 
 
-def main(words: list[str]) -> None:
-    """Run all cells, or those with one of these words in their names."""
+def all_rows(words: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """Run all cells, or those with one of these words in their names. Returns a dict of each row."""
     install_events()
+    rows = []
     for name, graph_cell in graph_cells().items():
         if words and not any(word in name for word in words):
             continue
@@ -312,14 +312,8 @@ def main(words: list[str]) -> None:
         except Exception as error:
             traceback.print_exc()
             row = Row(name, error=f"{type(error).__name__}: {str(error).splitlines()[0]}")
-        print(json.dumps(dataclasses.asdict(row)), flush=True)
+        rows.append(row)
     name = "gradients of one rank"
     if not words or any(word in name for word in words):
-        print(json.dumps(dataclasses.asdict(play_gradients(name))), flush=True)
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    main(sys.argv[1:])
-    sys.stdout.flush()
-    os._exit(0)  # autograd's device thread cannot be joined
+        rows.append(play_gradients(name))
+    return [dataclasses.asdict(row) for row in rows]

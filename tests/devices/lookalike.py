@@ -1,6 +1,6 @@
 """A device that torch takes for an accelerator, in pure Python, for machines without a GPU.
 
-`import lookalike` registers it; `tensor.to("lookalike:0")` then works. Data lie in CPU memory and
+Its import registers it; `tensor.to("lookalike:0")` then works. Data lie in CPU memory and
 nothing is asynchronous. What it has in common with a GPU:
 
 - A tensor on it and one on the CPU cannot be mixed, except CPU numbers without dimensions, as on
@@ -13,8 +13,8 @@ What it does not have: streams, events, an allocator, kernels with numerics of t
 
 It changes torch for the whole process, and a process that has run a backward on it does not end by
 itself, as autograd's device thread cannot be joined: use it in a process of its own, which ends
-with `os._exit`. Works with torch 2.11 to 2.13, whose interface for this is experimental
-(torch.utils.backend_registration).
+with `os._exit`, such as a rank of `launch`. Works with torch 2.11 to 2.13, whose interface for this
+is experimental (torch.utils.backend_registration).
 """
 
 from __future__ import annotations

@@ -4,10 +4,8 @@ laws.
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 
-import cloudpickle
 import pytest
 import torch
 from hypothesis import given, settings
@@ -377,15 +375,8 @@ def meet(distinct):
     return gather_assignment(stated)
 
 
-@pytest.fixture
-def by_value():
-    """Functions of this file travel to the ranks by value."""
-    cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    yield
-    cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
-
-
-def test_n11_processes_agree_by_the_facts_of_all(by_value):
+@pytest.mark.usefixtures("functions_by_value")
+def test_n11_processes_agree_by_the_facts_of_all():
     """One visible card each: by their own facts alone, ranks cannot tell whether they share it."""
     for distinct, transport in ((True, NCCL), (False, HOST)):
         first, second = launch(meet, 2, distinct, threads=1)

@@ -10,19 +10,19 @@ import pytest
 
 SIZES = (
     "1f1b 2 x 3",
-    "1f1b 4 x 8",
+    "1f1b 4 x 5",
     "gpipe 3 x 4",
     "zb-h1 3 x 6",
     "zb-v 4 x 4",
     "chimera 2 x 4",
-    "chimera 4 x 8",
-    "bpipe 4 x 8",
+    "chimera 4 x 4",
+    "bpipe 4 x 6",
     "3 copies 2 x 6",
     "interleaved 4 x 4",
 )
 #: One size of each kind also without tied weights and clipping: stages in a row, folded, in both
 #: directions, copied and in loops.
-PLAIN = ("1f1b 4 x 8", "zb-v 4 x 4", "chimera 4 x 8", "3 copies 2 x 6", "interleaved 4 x 4")
+PLAIN = ("1f1b 4 x 5", "zb-v 4 x 4", "chimera 4 x 4", "3 copies 2 x 6", "interleaved 4 x 4")
 CAPTURED = [
     *PLAIN,
     *(f"{size}, tied weights, clipping" for size in SIZES),

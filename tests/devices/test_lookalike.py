@@ -27,21 +27,25 @@ WAYS = {
     if schedule != "1f1b"
 }
 WAYS["1f1b"] = RECOMPUTE
-#: What is recomputed has batch normalisation and dropout: a model without them shows no more.
+#: The model has batch normalisation and dropout; one without them shows no more, but once.
 MODELS = {
-    schedule: [("", "never"), *(("random, ", recompute) for recompute in ways)]
-    for schedule, ways in WAYS.items()
+    schedule: [("random, ", recompute) for recompute in ways] for schedule, ways in WAYS.items()
 }
+MODELS["1f1b"].insert(0, ("", "never"))
 TRAINED = [
     f"{schedule}, {model}recompute {recompute}"
     for schedule, models in MODELS.items()
     for model, recompute in models
 ]
+COMBINED_WAYS = {
+    schedule: (("never", "always")[number % 2],) for number, schedule in enumerate(SCHEDULES)
+}
+COMBINED_WAYS["1f1b"] = ("never", "always")
+del COMBINED_WAYS["pipedream"]
 COMBINED = [
     f"{schedule}, tied weights, clipping, recompute {recompute}"
-    for schedule in SCHEDULES
-    if schedule != "pipedream"
-    for recompute in ("never", "always")
+    for schedule, ways in COMBINED_WAYS.items()
+    for recompute in ways
 ]
 LOSSES = (
     "ignored targets",

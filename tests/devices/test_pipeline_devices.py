@@ -5,9 +5,7 @@ all.
 from __future__ import annotations
 
 import logging
-import sys
 
-import cloudpickle
 import pytest
 import torch
 from torch import nn
@@ -17,7 +15,10 @@ import penstock as ps
 from penstock.errors import SettingError
 from penstock.ranks.processes.launch import launch
 
-pytestmark = pytest.mark.skipif(torch.accelerator.is_available(), reason="there is a card here")
+pytestmark = [
+    pytest.mark.skipif(torch.accelerator.is_available(), reason="there is a card here"),
+    pytest.mark.usefixtures("functions_by_value"),
+]
 
 
 class Lines(logging.Handler):
@@ -52,14 +53,6 @@ def on_a_rank(device):
         return str(error)
     pipe.train_batch(torch.ones(4, 4), torch.ones(4, 2))
     return [line for line in handler.lines if "computes on" in line[1]]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def by_value():
-    """Functions of this file travel to the ranks by value."""
-    cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    yield
-    cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
 
 
 @pytest.mark.parametrize(

@@ -203,14 +203,14 @@ def test_without_ignored_targets_shares_are_the_very_floats_of_the_samples():
     x, y = batch()
     pipe = pipeline(model(), cross_entropy)
     seen = []
-    right = type(pipe._local_stages[-1])._first_grad
+    right = type(pipe._assembly.stages[-1])._first_grad
 
     def note(stage, batch, number, root, *, side=False):
         seen.append((batch.loss_weights[number], batch.shares[number]))
         return right(stage, batch, number, root, side=side)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(pipe._local_stages[-1]), "_first_grad", note)
+        patch.setattr(type(pipe._assembly.stages[-1]), "_first_grad", note)
         for _ in range(3):
             pipe.train_batch(x, y.clamp(0))
     assert len(seen) == 9

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import PartitionError
+from penstock.partition.replica_search import chain_of
 from penstock.partition.replicated import replicated_sum, replicated_table
 
 TIMES = st.one_of(st.just(np.inf), st.integers(0, 6).map(float), st.floats(0, 9), st.floats(0, 9))
@@ -28,20 +29,20 @@ def every_way(layers, ranks):
 
 
 def spans(way):
-    """(first, end, copies, ranks from here on, stages from here on) of every stage."""
-    first, left, after = 0, sum(copies for _, copies in way), len(way)
+    """(first, end, copies, stages from here on) of every stage."""
+    first, after = 0, len(way)
     for length, copies in way:
-        yield first, first + length, copies, left, after
-        first, left, after = first + length, left - copies, after - 1
+        yield first, first + length, copies, after
+        first, after = first + length, after - 1
 
 
 def times(table, way):
-    return [table[first, end, copies] for first, end, copies, _, _ in spans(way)]
+    return [table[first, end, copies] for first, end, copies, _ in spans(way)]
 
 
 @st.composite
 def problems(draw, layers=5, ranks=4):
-    """A table of anything, links, and limits on what may come after a stage; or none of these."""
+    """A table of anything, and limits on what may come after a stage; or no limits."""
     layers, ranks = draw(st.integers(1, layers)), draw(st.integers(1, ranks))
     seed = draw(st.integers(0, 2**32 - 1))
     values = draw(st.lists(TIMES, min_size=4, max_size=12))
@@ -49,13 +50,9 @@ def problems(draw, layers=5, ranks=4):
     shape = (layers + 1, layers + 1, ranks + 1)
     smooth = rng.random((layers + 1, layers + 1, 1)) + 1 / np.arange(1, ranks + 2)
     table = draw(st.sampled_from([rng.choice(values, shape), smooth]))
-    boundary = draw(st.none() | st.lists(st.floats(0, 9), min_size=layers - 1, max_size=layers - 1))
-    most = {
-        name: draw(st.none() | st.just(rng.integers(0, 6, shape)))
-        for name in ("most_ranks", "most_stages")
-    }
+    most_stages = draw(st.none() | st.just(rng.integers(0, 6, shape)))
     exactly, stages = draw(st.booleans()), draw(st.none() | st.integers(1, layers))
-    return table, boundary, {**most, "exactly": exactly, "stages": stages}
+    return table, {"most_stages": most_stages, "exactly": exactly, "stages": stages}
 
 
 def allowed(table, limits):
@@ -67,11 +64,8 @@ def allowed(table, limits):
         ):
             continue
         spare = [
-            (limits["most_ranks"] is None or limits["most_ranks"][first, end, copies] >= left)
-            and (
-                limits["most_stages"] is None or limits["most_stages"][first, end, copies] >= after
-            )
-            for first, end, copies, left, after in spans(way)
+            limits["most_stages"] is None or limits["most_stages"][first, end, copies] >= after
+            for first, end, copies, after in spans(way)
         ]
         if all(spare) and max(times(table, way)) < np.inf:
             yield way
@@ -84,14 +78,13 @@ def test_no_way_to_cut_and_copy_has_a_faster_slowest_stage(problem):
     """The table may hold anything: more ranks need not be faster, as where gradients must be added
     up.
     """
-    table, boundary, limits = problem
-    links = [0.0, *(boundary or [0.0] * table.shape[0])]
+    table, limits = problem
 
     def slowest(way):
-        return max(*times(table, way), *(links[first] for first, *_ in spans(way)))
+        return max(times(table, way))
 
     ways = list(allowed(table, limits))
-    stages = replicated_table(table, boundary, **limits)
+    stages = replicated_table(table, **limits)
     if stages is None:
         assert not ways
         return
@@ -110,7 +103,7 @@ def test_no_way_to_cut_and_copy_has_a_faster_slowest_stage(problem):
 @given(problem=problems(), factor=st.sampled_from([0, 0.5, 1, 7, 1000]))
 def test_no_way_to_cut_and_copy_has_a_smaller_sum_with_its_slowest(problem, factor):
     """Alpa's objective: the time of a batch, if stages wait for nothing but each other."""
-    table, _, limits = problem
+    table, limits = problem
 
     def value(way):
         return sum(times(table, way)) + factor * max(times(table, way))
@@ -169,12 +162,8 @@ def test_a_hundred_layers_on_64_ranks_are_no_worse_than_their_bound():
         (lambda: replicated_table(np.full((3, 3, 2), -1.0)), r"table: entry \[0, 1, 1\] is -1.0"),
         (lambda: replicated_table(np.full((3, 3, 2), np.nan)), r"table: entry \[0, 1, 1\] is nan"),
         (
-            lambda: replicated_table(np.zeros((3, 3, 2)), [1, 1]),
-            "boundary: has 2 entries, but 1 are needed",
-        ),
-        (
-            lambda: replicated_table(np.zeros((3, 3, 2)), most_ranks=np.zeros((3, 3, 3))),
-            r"most_ranks: has the shape \(3, 3, 3\)",
+            lambda: replicated_table(np.zeros((3, 3, 2)), most_stages=np.zeros((3, 3, 3))),
+            r"most_stages: has the shape \(3, 3, 3\)",
         ),
         (lambda: replicated_table(np.zeros((3, 3, 2)), stages=0), "stages is 0"),
         (lambda: replicated_sum(np.zeros((3, 3, 2)), -1), "bound_factor is -1"),
@@ -184,3 +173,26 @@ def test_numbers_that_make_no_table_are_refused(call, message):
     """Each would end in an index error far away, or in a plan for another model."""
     with pytest.raises(PartitionError, match=message):
         call()
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("exactly", [True, False])
+def test_no_bound_tried_one_after_another_gives_a_smaller_sum_with_its_slowest(seed, exactly):
+    """As Alpa searches: for every value of the table, the least sum with no stage above it."""
+    # More ranks help little, so that few stages have the least sum and many the fastest slowest one.
+    rng = np.random.default_rng(seed)
+    layers, ranks = 6, 4
+    work = np.cumsum(np.concatenate([[0], rng.random(layers)]))
+    table = (
+        np.maximum(work - work[:, None], 0)[:, :, None] / np.maximum(np.arange(ranks + 1), 1) ** 0.3
+    )
+    table = table * (1 + rng.random((layers + 1, layers + 1, ranks + 1)) / 10)
+    chain = chain_of(table, None, None, None)
+    cuts = [
+        chain.least(bound=float(bound), sums=True, stages=None, exactly=exactly)
+        for bound in np.unique(chain.entries())
+    ]
+    for factor in (0.5, 2.0, 5.0, 20.0):
+        least = min(sum(times(table, cut)) + factor * max(times(table, cut)) for cut in cuts if cut)
+        found = times(table, replicated_sum(table, factor, exactly=exactly))
+        assert sum(found) + factor * max(found) == pytest.approx(least, rel=1e-12)

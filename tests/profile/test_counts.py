@@ -25,7 +25,6 @@ def test_work_grows_with_the_samples_from_a_fixed_part():
 def test_a_layer_adds_up_its_ops_and_a_model_its_layers():
     """What planners ask for."""
     assert LAYER.flops("forward", 2) == 210 + 10
-    assert LAYER.bytes_moved("forward", 2) == 56 + 80
     assert (
         LAYER.launches("forward"),
         LAYER.launches("backward"),

@@ -33,7 +33,7 @@ class Board:
     def check(self):
         """Nothing fails here."""
 
-    def elsewhere(self):
+    def describe_others(self):
         """Nothing to say."""
         return []
 

@@ -152,7 +152,7 @@ def _train(plan, directory):
         gradients_agree = pipe.compare_with_one_device(x, y).relative < 1e-6
     else:
         pipe.compare_with_one_device(x, y)
-    layers = [len(stage.layers) for stage in pipe._local_stages]
+    layers = [len(stage.layers) for stage in pipe._assembly.stages]
     again = float(pipe.eval_batch(x, y))
     pipe.close()
     return layers, losses, evaluated, again, timeline.busy, gradients_agree

@@ -48,7 +48,7 @@ def test_statuses_of_other_ranks_have_their_age(boards):
     """One line for each other rank."""
     shared = SharedBoard(3)
     shared.for_rank(2).doing("is at 2B7")
-    assert shared.for_rank(1).elsewhere() == [
+    assert shared.for_rank(1).describe_others() == [
         "rank 0 has not begun since 0 s",
         "rank 2 is at 2B7 since 0 s",
     ]
@@ -57,11 +57,11 @@ def test_statuses_of_other_ranks_have_their_age(boards):
     other.doing("waits for 0F3")
     published = threading.Event()
     for _ in range(600):  # the watcher writes it down twice a second
-        if any("waits for 0F3" in line for line in one.elsewhere()):
+        if any("waits for 0F3" in line for line in one.describe_others()):
             published.set()
             break
         published.wait(0.05)
-    assert one.elsewhere()[0].startswith("rank 1 waits for 0F3 since ")
+    assert one.describe_others()[0].startswith("rank 1 waits for 0F3 since ")
     assert one.name(1).startswith("rank 1 (pid ")
 
 

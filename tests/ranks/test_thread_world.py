@@ -60,7 +60,10 @@ def end(pipe, trap, others):
 def left_in(pipe):
     """Everything that stages keep between a forward and its backward."""
     return [
-        state for stage in pipe._local_stages for state in (stage._saved, stage._pending) if state
+        state
+        for stage in pipe._assembly.stages
+        for state in (stage._saved, stage._pending)
+        if state
     ]
 
 
@@ -116,7 +119,7 @@ def test_after_a_failed_batch_nothing_is_kept_and_the_next_is_exact(kind, stages
     assert pipe.step == 0
     assert all(
         not stage.update.parameters or stage.update.parameters[0].grad is None
-        for stage in pipe._local_stages
+        for stage in pipe._assembly.stages
     )
     with pytest.raises(RunError, match="there is no timeline yet"):
         pipe.timeline()
@@ -125,7 +128,7 @@ def test_after_a_failed_batch_nothing_is_kept_and_the_next_is_exact(kind, stages
     assert left_in(pipe) == []
     losses, expected = (
         {k: p.grad for p, k in zip(s.update.parameters, "wb", strict=True)}
-        for s in (pipe._local_stages[-1], fresh._local_stages[-1])
+        for s in (pipe._assembly.stages[-1], fresh._assembly.stages[-1])
     )
     assert differences(losses, expected) == []
     assert len(pipe.timeline().compute) == stages * 9
@@ -275,7 +278,7 @@ def test_a_pipeline_that_is_dropped_ends_its_threads_and_frees_its_stages():
     pipe.train_batch(X, Y)
     ours = set(rank_threads()) - before
     assert len(ours) == 3
-    stage = weakref.ref(pipe._local_stages[0])
+    stage = weakref.ref(pipe._assembly.stages[0])
     del pipe
     gc.collect()
     for thread in ours:
@@ -396,6 +399,6 @@ def test_gradients_of_a_failed_batch_are_dropped_on_stages_that_had_finished():
     )
     with pytest.raises(StageFailed, match="0B3"):
         pipe.train_batch(X, Y)
-    for stage in pipe._local_stages:
+    for stage in pipe._assembly.stages:
         assert all(parameter.grad is None for parameter in stage.update.parameters)
     assert gradients(model) == {}

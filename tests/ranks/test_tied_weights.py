@@ -134,7 +134,7 @@ def test_tied_copies_stay_equal():
         pipe.train_batch(*data(number=number))
         held = [
             p
-            for stage in pipe._local_stages
+            for stage in pipe._assembly.stages
             for layer in stage.layers
             for n, p in layer.module.named_parameters()
             if n == "weight"
@@ -149,9 +149,9 @@ def test_one_optimizer_state_is_kept_at_the_first_holder():
     """Two states of one weight would give two different updates."""
     pipe = pipeline(tied_model(), [3, 3, 3], optimizer=ADAM["adam"])
     pipe.train_batch(*data())
-    counts = [len(stage.update.parameters) for stage in pipe._local_stages]
+    counts = [len(stage.update.parameters) for stage in pipe._assembly.stages]
     assert counts == [3, 4, 2]
-    assert [len(stage.update.borrowed) for stage in pipe._local_stages] == [0, 0, 2]
+    assert [len(stage.update.borrowed) for stage in pipe._assembly.stages] == [0, 0, 2]
     assert [name for name, _ in pipe.named_parameters()] == [
         name for name, _ in tied_model().named_parameters()
     ]
@@ -174,7 +174,7 @@ def test_a_tied_weight_with_replicas_is_held_by_four_ranks():
         pipe.train_batch(*data(number=number))
     plain(reference, 3)
     assert close(dict(model.state_dict()), dict(reference.state_dict())) == []
-    tables = [stage.layers[-1].module.weight for stage in pipe._local_stages if stage.index == 1]
+    tables = [stage.layers[-1].module.weight for stage in pipe._assembly.stages if stage.index == 1]
     assert torch.equal(tables[0], tables[1])
 
 

@@ -23,25 +23,24 @@ from penstock.ranks.process_world import started
 #: Its layers pass values of its own classes from process to process.
 CROSSING = Path(__file__).parents[1] / "conformance" / "crossing_script.py"
 
-#: Follows it in the same processes: each start of them takes seconds.
+#: Follows it in the same processes: each start of them takes seconds. Only the first attempt trains
+#: here, and only the second fails at the end.
 TRAINING = """
 import json
-from tests.runtime.jobs import everything, trapped
+import os
+from tests.runtime import jobs
 
-found = everything("mlp", {"balance": [3, 4], "micro_batches": 4}, None, "processes")
-if found["state"]:
-    print("found " + json.dumps([float(loss) for loss in found["losses"]]), flush=True)
-trapped("raise", "B")
+first_attempt = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+if first_attempt:
+    found = jobs.everything("mlp", {"balance": [3, 4], "micro_batches": 4}, None, "processes")
+    if found["state"]:
+        print("found " + json.dumps([float(loss) for loss in found["losses"]]), flush=True)
 """
 
 #: Trains 8 steps; on the first attempt rank 1 is killed after step 5.
 RESTARTING = """
-import os, signal, sys
+import signal
 from pathlib import Path
-import torch
-from tests.runtime.jobs import Plain
-from torch import nn
-import penstock as ps
 
 
 def write_line(*words):
@@ -55,7 +54,7 @@ torch.manual_seed(0)
 pipe = ps.Pipeline(
     nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)]),
     loss=nn.functional.mse_loss,
-    optimizer=Plain,
+    optimizer=jobs.Plain,
     balance=[4 // size] * size,
     schedule="1f1b",
     micro_batches=2,
@@ -69,27 +68,30 @@ with ps.Checkpoints(folder / "checkpoints", every=2) as checkpoints:
         )
         if rank == 0:
             write_line("loss", pipe.step, loss.item().hex())
-        if pipe.step == 5 and rank == 1 and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
+        if pipe.step == 5 and rank == 1 and first_attempt:
             os.kill(os.getpid(), signal.SIGKILL)
         checkpoints.step(pipe)
     checkpoints.finish(pipe)
 pipe.close()
+jobs.trapped("raise", "B")
 """
 
 
-def torchrun(folder, source, *arguments, options=()):
-    """The script on two ranks, on a free port."""
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    """The scripts as one, on two ranks, started twice, on a free port."""
+    folder = tmp_path_factory.mktemp("torchrun")
     script = folder / "script.py"
-    script.write_text(source)
+    script.write_text(CROSSING.read_text(encoding="utf-8") + TRAINING + RESTARTING)
     root = str(Path(__file__).parents[2])
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join([root, *filter(None, sys.path)]),
     }
-    command = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", *options]
+    command = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     return subprocess.run(
-        [sys.executable, "-m", *command, str(script), *arguments],
+        [sys.executable, "-m", *command, "--max-restarts", "1", str(script), str(folder)],
         env=environment,
         capture_output=True,
         text=True,
@@ -98,17 +100,10 @@ def torchrun(folder, source, *arguments, options=()):
     )
 
 
-@pytest.fixture(scope="module")
-def done(tmp_path_factory):
-    """The scripts: the second trains, and fails afterwards."""
-    source = CROSSING.read_text(encoding="utf-8") + TRAINING
-    return torchrun(tmp_path_factory.mktemp("torchrun"), source)
-
-
 def test_classes_of_a_script_cross_under_torchrun(done):
     """Every rank runs the whole script, and has classes of its own with the same names."""
     lines = [line for line in done.stdout.splitlines() if "differs" in line]
-    assert lines == ["differs: []"] * 2, done.stderr
+    assert lines == ["differs: []"] * 4, done.stderr  # of two ranks in two attempts
 
 
 def test_a_script_under_torchrun_trains_as_threads_do(done):
@@ -122,19 +117,18 @@ def test_a_script_under_torchrun_trains_as_threads_do(done):
 
 def test_a_failing_rank_ends_the_run_and_names_rank_stage_and_op(done):
     """torchrun tells which process ended first; what happened there must stand in its own last
-    words.
+    words. No attempt is left by then.
     """
     assert done.returncode != 0
     assert "rank 1 (stage 1) failed in 1B1 of step 0: ValueError: a planted failure" in done.stderr
 
 
-def test_torchrun_restarts_a_run_which_goes_on_from_its_checkpoint(tmp_path):
+def test_torchrun_restarts_a_run_which_goes_on_from_its_checkpoint(done):
     """The store of torchrun is that of the attempt before, with its addresses."""
-    done = torchrun(tmp_path, RESTARTING, str(tmp_path), options=("--max-restarts", "1"))
-    assert done.returncode == 0, done.stderr
     resumed = sorted(line for line in done.stdout.splitlines() if line.startswith("resumed"))
     first = [line for line in resumed if line.endswith("None")]
-    assert [line.split()[1] for line in first] == ["0", "1"]
+    assert [line.split()[1] for line in first] == ["0", "1"], done.stderr
+    assert len(resumed) == 4
     steps = {line.split()[2] for line in resumed if line not in first}
     assert steps in ({"2"}, {"4"})
     losses = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("loss")]

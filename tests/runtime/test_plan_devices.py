@@ -146,7 +146,7 @@ def _stage_of_rank():
         pipeline(replace(plan_of(), cluster_ranks=4, devices=(1, 3)), executor="processes")
     except PlanError as error:
         message = str(error)
-    return dist.get_rank(), [stage.index for stage in pipe._local_stages], float(loss), message
+    return dist.get_rank(), [stage.index for stage in pipe._assembly.stages], float(loss), message
 
 
 def test_processes_obey_the_devices():

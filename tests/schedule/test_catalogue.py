@@ -175,3 +175,27 @@ def test_name_numbers_and_options_make_the_same_schedule_again(name, options):
         )
         == family_schedule
     )
+
+
+def test_facts_that_few_families_state_are_theirs_alone():
+    """The defaults of all others: no costs, no causal model, a flush."""
+    facts = schedules()
+    assert {name for name, fact in facts.items() if fact.needs_costs} <= {"synthesised"}
+    assert {name for name, fact in facts.items() if fact.causal} == {"seq1f1b", "terapipe"}
+    assert {name for name, fact in facts.items() if fact.weights == "flush"} == {
+        name for name, fact in facts.items() if fact.synchronous
+    }
+
+
+def test_replicas_of_a_stream_need_equal_parts_of_a_batch_and_others_do_not():
+    """Without a flush a replica with less to do would overtake the others."""
+    assert schedule("1f1b", 2, 5, replicas=2).micro_batches == 5
+    assert schedule("pipedream", 2, 4, replicas=2).micro_batches == 4
+    with pytest.raises(ScheduleError, match=r"replicas=2 .*: 5 is not a multiple of 2"):
+        schedule("2bw", 2, 5, replicas=2)
+    with pytest.raises(
+        ScheduleError, match=r"needs at least 3 micro-batches, one for each .* got 2"
+    ):
+        schedule("1f1b", 2, 2, replicas=3)
+    with pytest.raises(ScheduleError, match=r"the first replica has 3 of the 5 micro-batches\)"):
+        schedule("chimera", 4, 5, replicas=2)

@@ -185,3 +185,25 @@ def test_the_end_of_a_wave_that_one_copy_does_not_come_to_waits_for_nobody():
     hetpipe = schedule("hetpipe", 1, 1, in_flight=1, batches=3)
     assert waits_of(hetpipe, 0, Op.parse("0U1")) == ["1 0B1"]
     assert waits_of(hetpipe, 0, Op.parse("0U2")) == []
+
+
+def test_the_second_op_of_a_pair_cannot_wait_for_the_first():
+    """They start together; alone in its program, the same op follows from its place."""
+    text = "0F0{}0B0 0U1"
+    assert not len(dependencies_of(Schedule.parse(text.format(" "))).blocked)
+    paired = dependencies_of(Schedule.parse(text.format("&")))
+    assert [str(paired.ops.op(row)) for row in paired.blocked] == ["0F0", "0B0", "0U1"]
+
+
+def test_a_deadlock_names_the_op_of_each_rank_and_counts_further_ranks():
+    """Four ranks are named; `verify` reports the cycle."""
+    rows = [f"{stage}B0 {stage}F0" for stage in range(6)]
+    for count in (4, 5, 6):
+        case = Schedule.parse("\n".join(rows[:count]), "mine")
+        with pytest.raises(ScheduleError) as caught:
+            acyclic_dependencies_of(case)
+        named = ", ".join(f"rank {rank} at {rank}B0" for rank in range(4))
+        more = f" and {count - 4} more" if count > 4 else ""
+        assert str(caught.value) == (
+            f"mine deadlocks: it stops with {named}{more}; `verify` reports the cycle"
+        )

@@ -9,6 +9,7 @@ from tests.schedule.custom_schedules import custom_schedules
 
 from penstock.schedule.gradient_sync import with_gradient_sync
 from penstock.schedule.op import Kind, Op, Schedule
+from penstock.schedule.unit_times import unit_times
 from penstock.verify.verify import verify
 
 
@@ -60,3 +61,33 @@ def test_no_meeting_parts_a_pair():
     pairs = frozenset({(ops[1], ops[2])})
     schedule = Schedule(with_gradient_sync([ops], pairs), pairs=pairs)
     assert str(schedule) == "rank 0 | 0F0 0F1&0B0 0B1 0U1"
+
+
+@settings(max_examples=50)
+@given(custom_schedules(synchronous=True))
+def test_a_stage_synchronises_at_the_first_moment_at_which_all_its_ranks_are_idle(schedule):
+    """Against all moments at which an op ends: earlier ranks may have to wait for later ones again
+    and again.
+    """
+    bare = [[op for op in program if op.kind is not Kind.U] for program in schedule.programs]
+    programs = with_gradient_sync(bare)
+    times = unit_times(Schedule(tuple(map(tuple, bare))), lambda op: 1.0 + (op.kind is Kind.B))
+    spans = [[] for _ in bare]
+    ops = [(rank, op) for rank, program in enumerate(bare) for op in program]
+    rows = zip(times.start.tolist(), times.end.tolist(), ops, strict=True)
+    for start, end, (rank, op) in rows:
+        spans[rank].append((start, end, op))
+    moments = sorted({end for row in spans for _, end, _ in row})
+    for stage in range(schedule.stages):
+        ranks = [rank for rank, row in enumerate(spans) if any(op.stage == stage for *_, op in row)]
+        ready = max(end for rank in ranks for _, end, op in spans[rank] if op.stage == stage)
+        moment = next(
+            moment
+            for moment in moments
+            if moment >= ready
+            and not any(start <= moment < end for rank in ranks for start, end, _ in spans[rank])
+        )
+        for rank in ranks:
+            before = [op for start, _, op in spans[rank] if start < moment]
+            place = programs[rank].index(Op(Kind.U, stage, 1))
+            assert [op for op in programs[rank][:place] if op.kind is not Kind.U] == before

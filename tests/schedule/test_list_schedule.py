@@ -70,3 +70,39 @@ def test_a_block_that_clashes_with_itself_is_our_own_bug():
     """Offsets are written by a family's author, not by users."""
     with pytest.raises(AssertionError, match="two ops in one slot"):
         from_block([{(Kind.F, 0): 0, (Kind.I, 0): 3}], 3, 2)
+
+
+def test_waiting_weight_gradients_of_later_stages_come_first():
+    """Their activations were produced last: here those of stage 0 wait longer."""
+    block = [{(Kind.F, 0): 0, (Kind.F, 1): 1, (Kind.I, 1): 2, (Kind.I, 0): 3}]
+    assert [" ".join(map(str, row)) for row in from_block(block, 6, 2)] == [
+        "0F0 1F0 1I0 0I0 1W0 0W0 0F1 1F1 1I1 0I1 1W1 0W1"
+    ]
+
+
+@given(st.integers(1, 4), st.integers(1, 8), st.integers(0, 2), st.integers(0, 2))
+@settings(max_examples=60)
+def test_a_v_keeps_the_memory_of_its_repetition_and_its_w_the_order_of_stages(
+    ranks, micro_batches, wait, turn
+):
+    """Two stages to a rank: a W of an earlier stage comes before one of a later stage only if the
+    later one had no I yet.
+    """
+    down = 2 * ranks + turn
+    block = []
+    for rank in range(ranks):
+        front, back = rank, 2 * ranks - 1 - rank
+        slots = {(Kind.F, front): front, (Kind.F, back): back}
+        slots |= {(Kind.I, back): down + wait + rank, (Kind.I, front): down + wait + back}
+        block.append(slots)
+    if clashes(block, 6):
+        return
+    programs = from_block(block, 6, micro_batches)
+    verify(Schedule(tuple(map(with_updates, programs))))
+    for rank, program in enumerate(programs):
+        back = 2 * ranks - 1 - rank
+        waiting = 0
+        for op in program:
+            waiting += (op.kind is Kind.I) * (op.stage == back)
+            waiting -= (op.kind is Kind.W) * (op.stage == back)
+            assert not (op.kind is Kind.W and op.stage == rank and waiting)

@@ -12,7 +12,18 @@ from tests.schedule.custom_schedules import custom_schedules
 
 from penstock.errors import ScheduleError
 from penstock.schedule.catalogue import schedule
-from penstock.schedule.lower import Direction, Link, Message, Transfer, lower, messages
+from penstock.schedule.dependencies import dependencies_of
+from penstock.schedule.lower import (
+    Direction,
+    Link,
+    Message,
+    Transfer,
+    input_message,
+    last_dependencies,
+    lower,
+    messages,
+    output_message,
+)
 from penstock.schedule.op import Kind, Op, Schedule
 
 SCHEDULES = st.one_of(
@@ -166,3 +177,43 @@ def test_a_value_that_nobody_takes_is_refused_by_name(text, maker):
     """
     with pytest.raises(ScheduleError, match=rf"no op takes the output of {maker} for stage"):
         lower(Schedule.parse(text))
+
+
+@given(custom_schedules(synchronous=True, most=4))
+@settings(max_examples=25)
+def test_after_dependencies_a_receive_stands_right_behind_the_last_op_that_it_depends_on(schedule):
+    """However far ahead receives are posted; against a search back from every message."""
+    dependencies = dependencies_of(schedule)
+    predecessors = dependencies.predecessors(pairs=False)
+    row_of = {}
+    rows = iter(range(len(schedule.ops)))
+    for rank, program in enumerate(schedule.programs):
+        for place in range(len(program)):
+            row_of[next(rows)] = rank, place
+    expected = []
+    for link, message, producer, _ in messages(schedule):
+        waiting = [row for row, at in row_of.items() if at == (link.source, producer)]
+        reached = set(waiting)
+        while waiting:
+            fresh = set(predecessors[waiting.pop()]) - reached
+            reached |= fresh
+            waiting += fresh
+        places = [place for rank, place in map(row_of.get, reached) if rank == link.target]
+        expected.append((link, message, max(places, default=-1)))
+    assert last_dependencies(schedule) == [last for _, _, last in expected]
+    lowered = lower(schedule, ahead=10**6, after_dependencies=True)
+    for link, message, last in expected:
+        program = lowered.programs[link.target]
+        post = program.index(Transfer(Direction.RECV, message, link.source))
+        assert sum(isinstance(action, Op) for action in program[:post]) == last + 1
+
+
+def test_a_message_is_named_after_the_stage_that_produces_it():
+    """Both ends name it alike."""
+    forward, backward = Op(Kind.F, 1, 5), Op(Kind.B, 1, 5)
+    assert output_message(forward, 3) == Message(Kind.F, 1, 5) == input_message(Op(Kind.F, 2, 5), 3)
+    assert (
+        output_message(backward, 3) == Message(Kind.B, 1, 5) == input_message(Op(Kind.I, 0, 5), 3)
+    )
+    assert output_message(Op(Kind.F, 2, 5), 3) is None
+    assert input_message(Op(Kind.B, 2, 5), 3) is None

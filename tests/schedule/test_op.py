@@ -217,3 +217,9 @@ def _check_forwards(schedule):
         if not isinstance(action, Op)
     ]
     assert len(actions) == 2 * crossings
+
+
+def test_a_program_whose_last_ops_are_a_pair_is_written_and_read_back():
+    """Alone, at either end, and beside ops of no pair."""
+    for text in ("0F0&0B0", "0F0 0F1&0B0", "0F1&0B0 0B1", "0F0 0F1&0B0 0F2&0B1 0B2 0U1"):
+        assert str(Schedule.parse(f"rank 0 | {text}")) == f"rank 0 | {text}"

@@ -67,3 +67,11 @@ def test_a_number_of_stages_per_rank_that_counts_nothing_is_refused(number):
     """A bool counts as an int in Python; as a number of stages it is a mistake."""
     with pytest.raises(ScheduleError, match="mine needs at least 1 of chunks and got"):
         ranks_for("mine", 4, "chunks", number)
+
+
+@pytest.mark.parametrize(
+    ("number", "factor", "ranks"), [(1, 1, 12), (3, 1, 4), (1, 2, 6), (2, 3, 2)]
+)
+def test_twelve_stages_need_their_number_over_those_of_a_rank(number, factor, ranks):
+    """One stage to a rank is enough."""
+    assert ranks_for("mine", 12, "chunks", number, factor=factor) == ranks

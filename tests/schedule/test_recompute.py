@@ -32,3 +32,19 @@ def test_a_name_is_parsed_where_it_enters():
 def test_json_holds_the_name():
     """Plans of earlier versions stay valid."""
     assert '"recompute": "always"' in to_json(Proposal((1,), "gpipe", 1, recompute="always"))
+
+
+@pytest.mark.parametrize(
+    ("policy", "micro_batches", "whole"),
+    [
+        (Recompute.NEVER, [], False),
+        (Recompute.EXCEPT_LAST, [0, 1, 2], True),
+        (Recompute.ALWAYS, [0, 1, 2, 3], True),
+        (Recompute.SELECTIVE, [], False),
+    ],
+)
+def test_a_policy_repeats_the_forwards_of_its_micro_batches(policy, micro_batches, whole):
+    """Of four; with selective recompute no whole forward runs again."""
+    assert [number for number in range(4) if policy.repeats(number, 4)] == micro_batches
+    assert policy.whole == whole
+    assert policy.repeats(0, 1) == (policy is Recompute.ALWAYS)

@@ -8,6 +8,7 @@ from penstock.schedule.arrays import OpArrays
 from penstock.schedule.lower import Message, input_message, output_message
 from penstock.schedule.op import BACKWARD_ENDS, BACKWARD_STARTS, Kind, Op
 from penstock.schedule.rules import ACTIVATION_CHANGE, FLOWS, RULES, feeds, needs, takes
+from penstock.schedule.slicing import Slicing
 
 
 @pytest.mark.parametrize(
@@ -117,3 +118,29 @@ def test_activations_live_from_the_forward_to_the_end_of_the_backward():
     owner = [Op.parse(text) for text in ["0F0", "0E0", "0L0", "0I0", "0W0", "0U1"]]
     partner = [Op.parse(text) for text in ["0E0", "0L0"]]
     assert OpArrays.of([owner, partner]).activation_change.tolist() == [1, -1, 1, 0, -1, 0, 1, -1]
+
+
+@pytest.mark.parametrize("along", ["tokens", "samples"])
+@pytest.mark.parametrize(
+    ("op", "neighbours"),
+    [
+        ("1F0", []),
+        ("1F1", [{"1F0"}]),
+        ("1F2", []),
+        ("1B0", [{"1B1", "1I1"}]),
+        ("1B1", []),
+        ("1I0", [{"1B1", "1I1"}]),
+        ("1W0", []),
+        ("1U0", []),
+    ],
+)
+def test_slices_of_a_sequence_need_their_neighbours_and_slices_of_samples_nothing(
+    along, op, neighbours
+):
+    """Attention reads earlier tokens of the same micro-batch; samples are independent."""
+    slicing = Slicing(along, ((0.5, 0.5), (1.0,)))
+    whole = list(needs(Op.parse(op), 2))
+    sliced = list(needs(Op.parse(op), 2, slicing))
+    more = [set(map(str, group)) for group in sliced[len(whole) :]]
+    assert sliced[: len(whole)] == whole
+    assert more == (neighbours if along == "tokens" else [])

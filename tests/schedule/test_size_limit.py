@@ -66,3 +66,29 @@ def test_a_csv_that_names_a_distant_op_is_refused():
     """The same for files in torch's format."""
     with pytest.raises(ScheduleError, match="may be 5,000,000 at most"):
         from_csv("0F0,0F99999999,0B0")
+
+
+@pytest.mark.parametrize("option", ["batches", "slices", "pipelines", "virtual_workers"])
+def test_each_option_that_multiplies_counts_from_two(option):
+    """One is the schedule itself; what is no number is checked elsewhere."""
+    half = MAX_FORWARDS // 2
+    for value in (1, None, "2", 0):
+        check_size("mine", 1, MAX_FORWARDS, {option: value})
+    check_size("mine", 1, half, {option: 2})
+    with pytest.raises(ScheduleError) as caught:
+        check_size("mine", 1, half + 1, {option: 2})
+    assert str(caught.value).startswith(
+        "mine with 1 stages x 2,500,001 micro-batches x 2 (batches or slices) has at least 1e+07 "
+    )
+    with pytest.raises(ScheduleError, match=r"1 stages x 5,000,001 micro-batches has at least"):
+        check_size("mine", 1, MAX_FORWARDS + 1, {option: 1, "replicas": 9})
+
+
+def test_programs_are_as_large_as_their_highest_numbers():
+    """Exactly the limit is allowed."""
+    check_ops("mine", [[("F", 0, MAX_FORWARDS - 1)], []])
+    check_ops("mine", [[("F", 1, 0)], [("B", 0, MAX_FORWARDS // 2 - 1)]])
+    with pytest.raises(ScheduleError, match="mine with 1 stages x 5,000,001 micro-batches"):
+        check_ops("mine", [[("F", 0, MAX_FORWARDS)]])
+    with pytest.raises(ScheduleError, match="mine with 2 stages x 2,500,001 micro-batches"):
+        check_ops("mine", [[("F", 1, 0)], [("B", 0, MAX_FORWARDS // 2)]])

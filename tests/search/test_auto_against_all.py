@@ -31,7 +31,7 @@ def cluster_of(ranks, latency_s=0.0, bandwidth=1e12, memory=10**12):
     return Cluster("c", (Device("d", memory),) * ranks, 1, link, link)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(
     profiles(2, 6),
     clusters(5),
@@ -61,7 +61,7 @@ def test_auto_is_never_slower_than_any_planner_of_the_literature(profile, on, ba
         )
 
 
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=2, deadline=None)
 @given(profiles(2, 5), clusters(4, memory=(10**12,)), st.sampled_from([4, 9]))
 def test_the_same_question_about_any_cluster_gets_the_same_plan_and_it_survives_a_file(
     tmp_path_factory, profile, on, batch

@@ -269,11 +269,9 @@ def held_by(made, costs, prices, line):
             yield target, "boundary", arrives, span[0] if kind is Kind.F else span[1], size
 
 
-@given(cases(amounts=AMOUNTS.map(lambda x: x + 0.25)), st.booleans())
-@settings(deadline=None, max_examples=60)
-def test_memory_over_time_agrees_with_sums_of_what_is_held(case, known):
-    """Against the plainest way there is: a list of who holds what from when to when, added up at
-    every moment between two.
+def check_memory(case, known):
+    """Compare memory over time with a list of who holds what from when to when, added up at every
+    moment between two.
     """
     case_schedule, costs, overlap, recompute = case
     if known:
@@ -299,6 +297,13 @@ def test_memory_over_time_agrees_with_sums_of_what_is_held(case, known):
         assert line.peak_memory[rank] == curve.peak == pytest.approx(most, abs=0.5 + 1e-6)
         assert sum(holders.values()) == pytest.approx(curve.peak, abs=3)
         assert holders["weights"] == round(base)
+
+
+@given(cases(amounts=AMOUNTS.map(lambda x: x + 0.25)), st.booleans())
+@settings(deadline=None, max_examples=60)
+def test_memory_over_time_agrees_with_sums_of_what_is_held(case, known):
+    """Against the plainest way there is."""
+    check_memory(case, known)
 
 
 def test_a_pair_waits_for_what_either_needs_and_both_end_together():

@@ -212,6 +212,17 @@ def test_every_copy_has_a_first_micro_batch_of_its_own():
     assert stage_costs.backward == pytest.approx((24 + 0.5 * 40 * 0.1,))
 
 
+def test_of_unlike_replicas_the_slowest_adds_up_gradients():
+    """A stage has one figure for all of its ranks."""
+    case_schedule = schedule("gpipe", 1, 4, replicas=2)
+    profiles = [a_profile(accumulate_s_per_byte=0.1), a_profile(accumulate_s_per_byte=0.3)]
+    on = Cluster("c", (Device("d", 10**9, "gpu"),) * 2, 2, LINK, LINK)
+    for order in (profiles, profiles[::-1]):
+        found = schedule_costs(case_schedule, order, [4], on, 8, weight_rule("flush"))
+        ((first, *_),) = found.backward
+        assert first == pytest.approx(24 + 0.5 * 40 * 0.3)
+
+
 def test_an_update_has_a_cost_of_its_own_where_there_is_something_to_update():
     """0.26 ms a step here, whatever the size."""
     profile = a_profile(update_fixed_s=5.0, update_s_per_byte=1.0)

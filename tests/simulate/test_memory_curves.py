@@ -4,7 +4,12 @@ keeps.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.simulate.test_everything import AMOUNTS, cases, check_memory
 
 from penstock.errors import SettingError
 from penstock.schedule.catalogue import schedule
@@ -114,3 +119,52 @@ def test_recompute_adds_a_forward_to_each_backward_it_concerns():
     ] == [9, 11, 12]
     split = Schedule.parse("0F0 0I0 0W0 0U1")
     assert simulate_schedule(split, Costs(), recompute="always").busy == (4.0,)
+
+
+@given(cases(amounts=AMOUNTS.map(lambda x: x + 0.25)), st.booleans())
+@settings(deadline=None, max_examples=12)
+def test_a_curve_is_the_sum_of_what_is_held_at_every_moment(case, known):
+    """Sent and received values, activations, recomputed ones and weights; many more cases are in
+    test_everything.py.
+    """
+    check_memory(case, known)
+
+
+def test_a_rank_without_ops_holds_nothing():
+    """A batch may be too small for all ranks."""
+    case_schedule = replace(
+        schedule("gpipe", 1, 2), programs=(*schedule("gpipe", 1, 2).programs, ())
+    )
+    costs = Costs(activation_bytes=10, weight_bytes=100)
+    assert peak_memory(case_schedule, costs) == (120, 0)
+    assert simulate_schedule(case_schedule, costs).peak_memory == (120, 0)
+
+
+def test_more_after_the_input_gradient_than_before_is_refused_with_stage_and_bytes():
+    """The part cannot be more than the whole; as much is allowed."""
+    case_schedule = schedule("zb-h1", 3, 3)
+    costs = Costs(activation_bytes=10, activation_bytes_after_input_grad=(10, 3, 12))
+    message = "stage 2 has 12 activation_bytes_after_input_grad, more than its 10 activation_bytes"
+    with pytest.raises(SettingError, match=message):
+        peak_memory(case_schedule, costs)
+    equal = replace(costs, activation_bytes_after_input_grad=10)
+    assert peak_memory(case_schedule, equal) == peak_memory(
+        case_schedule, Costs(activation_bytes=10)
+    )
+
+
+def test_bytes_of_ranks_stand_in_place_of_those_of_stages_and_are_one_row_per_rank():
+    """Of weights, gradients and optimizer state."""
+    case_schedule = schedule("1f1b", 2, 3)
+    costs = replace(COSTS, bytes_of_ranks=((1, 2, 3), (4, 5, 6)))
+    assert peak_memory(case_schedule, costs) == (6 + 20, 15 + 10)
+    line = simulate_schedule(case_schedule, costs)
+    holders = [
+        [row[name] for name in ("weights", "gradients", "optimizer")] for row in line.memory_holders
+    ]
+    assert holders == [[1, 2, 3], [4, 5, 6]]
+    message = "bytes_of_ranks has 2 rows for the 3 ranks of 1f1b; give one row per rank"
+    with pytest.raises(SettingError, match=message):
+        peak_memory(schedule("1f1b", 3, 3), replace(costs, weight_bytes=100))
+    with pytest.raises(SettingError, match="bytes_of_ranks has rows of other than 3 numbers"):
+        Costs(weight_bytes=1.0, bytes_of_ranks=((1, 2), (3, 4)))

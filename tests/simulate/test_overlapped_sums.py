@@ -7,12 +7,17 @@ import pytest
 from penstock.cluster.cluster import Cluster, Device, Link
 from penstock.profile.profile import LayerProfile, Profile, Timing
 from penstock.schedule.op import Schedule
+from penstock.simulate.costs import Costs
 from penstock.simulate.gradient_sync import (
     SUM_S_PER_BYTE,
     all_reduce_seconds,
     least_sum_seconds,
 )
-from penstock.simulate.overlapped_sums import hidden_sum_seconds, with_overlapped_sums
+from penstock.simulate.overlapped_sums import (
+    hidden_sum_seconds,
+    with_overlapped_sums,
+    with_shorter_updates,
+)
 from penstock.simulate.plan_costs import schedule_costs
 from penstock.simulate.simulate import simulate_schedule
 from penstock.weights.catalogue import weight_rule
@@ -144,3 +149,13 @@ def test_the_replica_that_hides_least_decides():
     for profiles in ([slow, fast], [fast, slow]):
         seconds = hidden_sum_seconds(program, program.ranks_of_stage, profiles, [3], 1.0, HOSTS)
         assert seconds == pytest.approx([2.0])
+
+
+def test_updates_get_shorter_by_what_is_hidden_and_never_less_than_nothing():
+    """Costs without updates, or with nothing hidden, stay as they are."""
+    plain = Costs(forward=1.0, update=None)
+    assert with_shorter_updates(plain, [1.0, 2.0]) is plain
+    costs = Costs(forward=1.0, update=(3.0, 1.0))
+    assert with_shorter_updates(costs, [0.0, 0.0]) is costs
+    assert with_shorter_updates(costs, [0.5, 0.0]).update == (2.5, 1.0)
+    assert with_shorter_updates(costs, [0.5, 2.0]) == replace(costs, update=(2.5, 0.0))

@@ -19,7 +19,9 @@ from penstock.simulate.plan_costs import (
     schedule_costs,
     simulate_plan,
     stage_costs,
+    with_plan_zero,
 )
+from penstock.simulate.rank_memory import StoredParameters
 from penstock.simulate.simulate import peak_memory
 from penstock.simulate.slice_costs import slice_costs
 from penstock.simulate.steady_state import steady
@@ -386,3 +388,33 @@ def test_memory_counts_the_copies_of_gradients_that_are_summed(kind, devices, co
     gradients = alone.gradient_bytes[0]
     assert costs.gradient_bytes == ((1 + copies) * gradients,)
     assert costs.weight_bytes == (alone.weight_bytes[0] + copies * gradients,)
+
+
+@pytest.mark.parametrize("kind", ["gpu", "cpu"])
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_levels_of_zero_divide_the_update_of_a_schedule_and_not_its_sums(kind, nodes):
+    """The sum is of the gradients, not of the copies in which they are summed. Level 1 divides the step of the optimizer; levels above it need no further copy of a gradient,
+    nor does level 1 between hosts, where it sums without buckets.
+    """
+    case_schedule, lengths, replicas = schedule("chimera", 2, 4), [1, 3], (0, 1)
+    on = Cluster("c", (Device("d", 10**9, kind),) * 2, 2 // nodes, LINK, SLOW)
+    profile = replace(PROFILE, update_s_per_byte=0.25, optimizer_states=2.0)
+    costs = schedule_costs(case_schedule, [profile] * 2, lengths, on, 8, weight_rule("flush"))
+    sizes = (100.0, 900.0)
+    sums = [all_reduce_seconds(replicas, size, on) for size in sizes]
+    steps = [0.25 * size for size in sizes]
+    assert costs.update == pytest.approx([a + b for a, b in zip(steps, sums, strict=True)])
+    assert costs.gradient_bytes == pytest.approx([(1 + (kind == "cpu")) * size for size in sizes])
+    copies = 1 + (kind == "cpu" and nodes == 1)
+    first = with_plan_zero(costs, case_schedule, profile, lengths, on, 1)
+    assert first.gradient_bytes == pytest.approx([copies * size for size in sizes])
+    shares = StoredParameters(profile, lengths, (replicas, replicas), 1).largest_shares()
+    expected = [
+        step * share + sum_s for step, share, sum_s in zip(steps, shares, sums, strict=True)
+    ]
+    assert first.update == pytest.approx(expected)
+    second = with_plan_zero(costs, case_schedule, profile, lengths, on, 2)
+    assert second.gradient_bytes == pytest.approx(sizes), "up to two of one and three layers"
+    assert second.optimizer_bytes == pytest.approx([100.0, 900.0])
+    with pytest.raises(PlanError, match="zero is for synchronous schedules, and pipedream is"):
+        with_plan_zero(costs, schedule("pipedream", 2, 2), profile, lengths, on, 1)

@@ -97,3 +97,34 @@ def test_higher_levels_divide_evenly_and_keep_the_sum_of_stages(zero):
     assert parameters.largest_shares() == [0.5, 0.5]
     placed = stored([(0, 1), (0, 1)]).add_to(costs())
     assert parameters.add_to(placed) == costs()
+
+
+def test_a_single_replica_and_a_stage_without_parameters_divide_nothing():
+    """At level 1 the others do; a share of nothing is an even one."""
+    assert stored([(0,), (1,)], zero=1).owned_bytes(0) == [15]
+    assert stored([(0,), (1,)], zero=1).add_to(costs()) == stored([(0,), (1,)]).add_to(costs())
+    bare = replace(PROFILE, layers=(layer([6, 2]), layer([])))
+    parameters = StoredParameters(bare, (1, 1), [(0, 1), (2, 3)], 1)
+    assert parameters.largest_shares() == [6 / 8, 1 / 2]
+    whole = StoredParameters(bare, (1, 1), [(0, 1), (2, 3)], 0)
+    assert whole.largest_shares() == [1.0, 1.0]
+    assert whole.owned_bytes(0) == [8, 8]
+
+
+def test_a_tied_parameter_has_its_home_at_the_layer_that_counts_it():
+    """Users before and after it, several to a stage, and one that no other stage uses."""
+    layers = (
+        layer([1]),
+        layer([8, 5]),
+        layer([2], [(1, 0)]),
+        layer([3], [(1, 0), (1, 1)]),
+        layer([4]),
+    )
+    profile = replace(PROFILE, layers=layers)
+
+    def tied(lengths):
+        return StoredParameters(profile, lengths, [(0,)] * len(lengths)).tied
+
+    assert tied((1, 1, 1, 2)) == ((1, 0, 8, (1, 2, 3)), (1, 1, 5, (1, 3)))
+    assert tied((2, 2, 1)) == ((1, 0, 8, (0, 1)), (1, 1, 5, (0, 1)))
+    assert tied((1, 3, 1)) == ()

@@ -8,12 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.schedule.custom_schedules import custom_schedules
+from tests.simulate.slow import Slow
 
 from penstock.errors import ScheduleError, SettingError
 from penstock.event import Event
 from penstock.schedule.catalogue import schedule
-from penstock.schedule.op import Op, Schedule
-from penstock.simulate.costs import Costs
+from penstock.schedule.op import Kind, Op, Schedule
+from penstock.simulate.costs import LINKS, Costs
 from penstock.simulate.simulate import simulate_schedule
 from penstock.verify.verify import verify
 
@@ -313,3 +314,46 @@ def test_a_sender_that_does_not_overlap_delays_its_own_next_op_only():
         ("1F0", 3),
         ("1F1", 6),
     ]
+
+
+@settings(max_examples=20)
+@given(custom_schedules(synchronous=True), st.sampled_from(LINKS), st.booleans())
+def test_links_carry_one_message_per_direction_pair_or_system(case_schedule, links, overlap):
+    """Duplex, half-duplex and shared links against the slow simulator."""
+
+    def seconds(op):
+        return 1.0 + op.stage / 4 + "FBIWU".index(op.kind.value) / 2
+
+    def hop(op):
+        return 0.75 if op[0] == "F" else 1.25
+
+    names = {"forward": "F", "backward": "B", "input_grad": "I", "weight_grad": "W", "update": "U"}
+    stages = case_schedule.stages
+    fields = {
+        name: tuple(seconds(Op(Kind(kind), stage, 0)) for stage in range(stages))
+        for name, kind in names.items()
+    }
+    costs = Costs(**fields, transfer=0.75, transfer_back=1.25, links=links)
+    line = simulate_schedule(case_schedule, costs, overlap=overlap)
+    slow = Slow(
+        case_schedule,
+        lambda rank, index: seconds(case_schedule.programs[rank][index]),
+        hop,
+        overlap,
+        links,
+    )
+    times = {(e.rank, e.op): (e.start, e.end) for e in line.compute}
+    for (rank, index), span in slow.times.items():
+        assert times[rank, case_schedule.programs[rank][index]] == pytest.approx(span, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("links", "second"), [("duplex", 3.0), ("half-duplex", 5.0), ("shared", 5.0)]
+)
+def test_two_messages_in_opposite_directions_share_what_is_not_duplex(links, second):
+    """Both ranks send at 1 s, for 2 s each."""
+    case_schedule = Schedule.parse("0F0 1F1 1B1 0B0 0U1 1U1\n0F1 1F0 1B0 0B1 0U1 1U1")
+    costs = Costs(forward=1.0, backward=1.0, transfer=2.0, links=links)
+    line = simulate_schedule(case_schedule, costs)
+    arrivals = sorted(e.end for e in line.events if e.to_rank is not None and e.op.kind is Kind.F)
+    assert arrivals == [3.0, second]

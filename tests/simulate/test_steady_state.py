@@ -171,3 +171,40 @@ def test_nothing_takes_no_time():
     """No division by zero."""
     steady_state = steady(schedule("pipedream", 2, 1), Costs(forward=0))
     assert (steady_state.seconds_per_batch, steady_state.bubble_ratio) == (0, 0)
+
+
+@pytest.mark.parametrize("name", ["pipedream", "2bw", "hetpipe", "wpipe", "xpipe"])
+@pytest.mark.parametrize("slowest", [0, 1, 3])
+def test_neither_filling_nor_draining_counts(name, slowest):
+    """One stage is much slower than the others: its rank is never idle, and when a stream drains,
+    it has no forwards any more.
+    """
+    forward = [4.0 if stage == slowest else 1.0 for stage in range(4)]
+    backward = [2 * seconds for seconds in forward]
+    for micro_batches in (1, 2):
+        try:
+            stream = with_batch_count(schedule(name, 4, micro_batches), 32)
+        except ScheduleError:
+            continue
+        busiest = 0.0
+        for stages in stream.stages_of_rank:
+            busiest = max(busiest, sum(3 * forward[stage] for stage in stages))
+        expected = micro_batches * busiest / max(map(len, stream.ranks_of_stage))
+        result = steady(stream, Costs(forward=forward, backward=backward))
+        assert result.seconds_per_batch == pytest.approx(expected, rel=1e-9)
+        alike = [[seconds] * stream.slices for seconds in forward]
+        twice = [[2 * seconds] * stream.slices for seconds in forward]
+        fixed = steady(stream, Costs(forward=alike, backward=twice))
+        assert fixed.seconds_per_batch == pytest.approx(expected, rel=1e-9)
+
+
+def test_the_mean_is_over_whole_periods():
+    """Two workers take turns; each batch takes longer than the one before it. Of twelve batches two
+    are left out at the end, and the last four of the others are two of each worker.
+    """
+    stream = schedule("hetpipe", 1, 1, virtual_workers=2, batches=12)
+    forward = [[1.0 + number // 2 for number in range(12)]]
+    backward = [[2.0 + 2 * (number // 2) for number in range(12)]]
+    result = steady(stream, Costs(forward=forward, backward=backward))
+    assert result.batches == 4
+    assert result.seconds_per_batch == (3 * 4 + 3 * 5) / 4

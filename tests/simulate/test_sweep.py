@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -147,3 +149,27 @@ def test_a_schedule_without_ops_has_outcomes_of_0():
     """Empty in, empty out."""
     outcomes = simulate_many(Schedule(()), [Costs(), Costs()])
     assert outcomes.makespan.tolist() == outcomes.bubble_ratio.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("buffers", [True, False])
+def test_bytes_of_ranks_count_for_each_vector_that_gives_them(buffers):
+    """Costs of plans with tied weights have them; others in the same call do not."""
+    case_schedule = schedule("1f1b", 2, 3)
+    plain = Costs(
+        activation_bytes=10.0,
+        weight_bytes=100.0,
+        boundary_bytes=1.0,
+        transfer=0.5,
+        boundary_buffers=buffers,
+    )
+    costs = [
+        plain,
+        replace(plain, bytes_of_ranks=((1, 2, 3), (4, 5, 6)), activation_bytes=7.0),
+        replace(plain, bytes_of_ranks=[[1, 2, 3], [4, 5, 6]]),
+        replace(plain, bytes_of_ranks=((7, 8, 9), (4, 5, 6))),
+        replace(plain, activation_bytes=20.0),
+    ]
+    expected = [simulate_schedule(case_schedule, vector).peak_memory for vector in costs]
+    assert len(set(expected)) == len(costs)
+    found = simulate_many(case_schedule, costs).peak_memory
+    assert [tuple(row) for row in found.tolist()] == expected

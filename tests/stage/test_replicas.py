@@ -76,7 +76,7 @@ def test_a_parameter_that_no_replica_has_a_gradient_of_stays_without_one():
     x = torch.ones(12, 3)
     x[:2] = -1.0  # micro-batch 0, on one of the replicas
     pipe.train_batch(x, torch.zeros(12, 3))
-    for stage in pipe._local_stages:
+    for stage in pipe._assembly.stages:
         grads = {name.rpartition(".")[2]: grad for name, grad in _gradients(stage)}
         assert grads["negative"] is not None
         assert grads["unused"] is None
@@ -114,8 +114,8 @@ def test_every_replica_steps_to_the_same_weights():
     pipe, model, x, y = pipeline("vgg", BOTH_WAYS, [7, 8], optimizer=sgd)
     for _ in range(3):
         pipe.train_batch(x, y)
-    weights = {name: value for stage in pipe._local_stages for name, value in _weights(stage)}
-    for stage in pipe._local_stages:
+    weights = {name: value for stage in pipe._assembly.stages for name, value in _weights(stage)}
+    for stage in pipe._assembly.stages:
         assert (
             differences(dict(_weights(stage)), {name: weights[name] for name, _ in _weights(stage)})
             == []
@@ -150,7 +150,7 @@ def test_buffers_are_those_of_the_first_replica():
     plain.model(torch.tensor_split(x, 6)[0])
     plain.model(torch.tensor_split(x, 6)[3])
     expected = dict(plain.model.named_buffers())
-    for stage in pipe._local_stages:
+    for stage in pipe._assembly.stages:
         held = {name: value for name, value in _weights(stage) if name in expected}
         assert differences(held, expected) == []
 

@@ -248,7 +248,7 @@ def test_keys_and_values_are_freed_as_soon_as_their_slices_backward_is_done():
     pipe = ps.Pipeline(
         model, loss=loss, balance=[2], schedule=seq1f1b(1, SLICING), executor="threads"
     )
-    stage = pipe._local_stages[0]
+    stage = pipe._assembly.stages[0]
     backward, alive = stage.backward, []
 
     def watched(*args):

@@ -310,7 +310,7 @@ def test_schedulers_over_parameter_groups_move_all_stages_as_one_optimizer(name,
     assert (
         same(
             nn.Sequential(
-                *(layer.module for stage in pipe._local_stages for layer in stage.layers)
+                *(layer.module for stage in pipe._assembly.stages for layer in stage.layers)
             ),
             plain.model,
         )

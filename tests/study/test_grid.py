@@ -73,6 +73,22 @@ def test_settings_of_the_command_line_take_precedence(file):
         ("batch: 32", "batch: &a 32", "anchors and aliases"),
         ("batch: 32", "batch: !!python/object/apply:os.system [ls]", "is not allowed"),
         ("model: mlp", "", "model"),
+        (
+            "layers: 6",
+            "layers: six",
+            "model_options: mlp takes layers of 1 or more, a whole number",
+        ),
+        (
+            "layers: 6",
+            "layers: 1.5",
+            "model_options: mlp takes layers of 1 or more, a whole number",
+        ),
+        (
+            "layers: 6",
+            "layer: 6",
+            "model_options: mlp has no option 'layer'. Did you mean 'layers'?",
+        ),
+        ("layers: 6", "layers: [6, 8]", "at model_options"),
         (REPEATED_GRID, "- a list", "is no study"),
         (REPEATED_GRID, "\x00", "NUL"),
         (REPEATED_GRID, "[" * 500, "is not YAML"),

@@ -104,6 +104,8 @@ def test_a_missing_file_is_named():
         ({"resume": True}, "resume needs out"),
         ({"deadline_s": -1}, "deadline_s is -1"),
         ({"lr": float("inf")}, "lr is inf; it must be finite"),
+        ({"lr": 1e300}, r"lr is 1e\+300; it must be 3\.40\d+e\+38 or less"),
+        ({"weight_decay": 1e39}, r"weight_decay is 1e\+39; it must be 3\.40\d+e\+38 or less"),
         ({"clip_grad_norm": float("inf")}, "clip_grad_norm is inf; it must be finite"),
         ({"deadline_s": 1e300}, "deadline_s is 1e\\+300; it must be 1000000.0 or less"),
         ({"batch": 10**26}, "batch is 1000.*; it must be 18446744073709551615 or less"),

@@ -4,7 +4,6 @@ its metrics have every step once.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from dataclasses import replace
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.training.run_metrics import lines_of
 
 import penstock as ps
 from penstock.checkpoint.checkpoint_index import read_index
@@ -92,13 +92,6 @@ def train(config, plan):
     folder = Path(config.out)
     folder.mkdir(exist_ok=True)
     return rank.train_on(config, plan, folder, True, CPU, "threads")
-
-
-def lines_of(folder):
-    """Return steps with losses, and steps of evaluations, as the metrics have them."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    losses = [(line["step"], line["loss"]) for line in lines if "loss" in line]
-    return losses, [(line["step"], line["test_loss"]) for line in lines if "test_loss" in line]
 
 
 def raise_killed():
@@ -191,8 +184,14 @@ def test_a_request_for_another_number_of_ranks_ends_the_attempt(tmp_path, monkey
     with pytest.raises(FileError, match=r"resize\.json.*ranks"):
         take_request(tmp_path)
     assert not (tmp_path / "resize.json").exists()
-    with pytest.raises(FileError, match=r"holds no run: there is no config\.yaml"):
+    with pytest.raises(FileError, match=r"holds no run: its config\.yaml is not there"):
         request_ranks(tmp_path / "nowhere", 2)
+    pipes = tmp_path / "pipes"
+    pipes.mkdir()
+    os.mkfifo(pipes / "config.yaml")
+    with pytest.raises(FileError, match=r"holds no run: its config\.yaml is no regular file"):
+        request_ranks(pipes, 2)
+    assert not (pipes / "resize.json").exists()
 
 
 def test_a_checkpoint_of_version_0_1_is_continued_from(tmp_path):

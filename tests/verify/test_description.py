@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import penstock as ps
 from penstock.verify.description import figures
 
@@ -38,3 +40,27 @@ def test_missing_updates_of_other_copies_are_a_line():
     waves, plain = (ps.verify(ps.schedule(name, 2, 2)) for name in ("hetpipe", "pipedream"))
     assert sum("staleness to replicas" in line for line in figures(waves)) == 1
     assert not any("staleness to replicas" in line for line in figures(plain))
+
+
+def test_each_figure_stands_in_its_own_place():
+    """All unlike: stages and ranks, the most and the mean, stages' and ranks' peaks."""
+    report = replace(
+        ps.verify(ps.schedule("1f1b", stages=3, micro_batches=6)),
+        schedule="mine",
+        weights="stash",
+        staleness_max=(5, 4, 3),
+        staleness_mean=(2.25, 1.00001, 0.5),
+        staleness_across=(0, 7, 0),
+        versions=(6, 8, 9),
+        peak_in_flight=(11, 12, 13),
+        peak_on_rank=(21, 22),
+        channel_depth=31,
+    )
+    assert str(report).splitlines() == [
+        "mine is sound: 3 stages on 2 ranks",
+        "  staleness per stage       max 5 4 3, mean 2.25 1 0.5, weight rule stash",
+        "  staleness to replicas     at most 0 7 0 batches",
+        "  weight versions per stage 6 8 9",
+        "  peak in flight per stage  11 12 13, per rank 21 22",
+        "  channel depth             31 (messages a blocking channel must buffer)",
+    ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import penstock as ps
-from penstock.errors import ScheduleError, SettingError
+from penstock.errors import ScheduleError, SettingError, UnknownName
 from penstock.schedule.catalogue import schedule
 from penstock.schedule.lower import LoweredSchedule, Transfer, lower
 
@@ -32,3 +32,14 @@ def test_what_is_no_schedule_is_refused_by_its_kind():
     """A plan is near enough to be tried."""
     with pytest.raises(SettingError, match="verify takes a Schedule or a LoweredSchedule, not str"):
         ps.verify("1f1b")
+
+
+@pytest.mark.parametrize("form", [schedule, lambda *numbers: lower(schedule(*numbers))])
+def test_limit_and_weight_rule_count_with_and_without_transfers(form):
+    """Both forms take the same arguments."""
+    case = form("1f1b", 3, 6)
+    assert ps.verify(case, in_flight_limit=3).peak_on_rank == (3, 2, 1)
+    with pytest.raises(ScheduleError, match="rank 0 holds 3 micro-batches in flight"):
+        ps.verify(case, in_flight_limit=2)
+    with pytest.raises(UnknownName, match="stach"):
+        ps.verify(case, weights="stach")

@@ -149,3 +149,30 @@ def test_with_waves_the_last_update_may_lack_on_some_copies_and_no_other():
     findings, message = findings_of(stream(text, 5, weights="hetpipe", waves=Waves(1)))
     assert findings == [("update", "0U2", 1)]
     assert "stage 0 has 3 U on rank 0, but 1 on rank 1: its copies take batches in turn" in message
+
+
+@pytest.mark.parametrize("late", [0, 1, 2])
+def test_any_gradient_of_a_batch_that_comes_after_its_update_is_named(late):
+    """Whichever of three it is; its batch would be updated a second time."""
+    before = " ".join(f"0B{number}" for number in range(3) if number != late)
+    text = f"0F0 0F1 0F2 {before} 0U1 0B{late} 0U2 0F3 0F4 0F5 0B3 0B4 0B5 0U3"
+    findings, message = findings_of(stream(text, 2))
+    assert findings == [("update", f"0B{late}", 0)]
+    assert (
+        f"0B{late} on rank 0 comes after the U of stage 0 for its batch 0: a batch has" in message
+    )
+
+
+def test_copies_with_waves_take_whole_batches_of_several_micro_batches():
+    """Micro-batches in turn would be half of each batch."""
+    text = "0F0 0F1 0B0 0B1 0U1\n0F2 0F3 0B2 0B3 0U1"
+    waves = {"weights": "hetpipe", "waves": Waves(1)}
+    assert verify(stream(text, 2, **waves)).weights == "hetpipe"
+    assert verify(schedule("hetpipe", 2, 3)).weights == "hetpipe"
+    in_turn = "0F0 0F2 0B0 0U1 0B2 0U2\n0F1 0F3 0B1 0U1 0B3 0U2"
+    findings, message = findings_of(stream(in_turn, 2, **waves))
+    assert findings == [("stream", "0F1", 1), ("stream", "0F2", 0)]
+    assert (
+        "0F2 of batch 1 is on rank 0: with waves, copies take whole batches in turn, this one "
+        "rank 1" in message
+    )

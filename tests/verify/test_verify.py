@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,6 +12,7 @@ from tests.schedule.custom_schedules import custom_schedules
 from penstock.errors import ScheduleError
 from penstock.schedule.catalogue import schedule
 from penstock.schedule.op import Kind, Op, Schedule
+from penstock.schedule.slicing import Slicing
 from penstock.verify.verify import verify
 
 
@@ -346,3 +349,56 @@ def test_staleness_of_a_split_backward_counts_at_the_weight_gradient():
     report = verify(Schedule.parse("0F0 0F1 0I0 0I1 0W0 0U1 0W1 0U2", synchronous=False))
     assert (report.staleness_max, report.staleness_mean) == ((1,), (0.5,))
     assert report.peak_in_flight == (2,)
+
+
+def test_ranks_over_the_limit_come_in_the_order_of_their_peaks():
+    """Of equal peaks the first rank comes first; one that meets the limit is none of them."""
+    reversed_ranks = schedule("1f1b", 4, 6).on_ranks((3, 2, 1, 0))
+    with pytest.raises(ScheduleError) as caught:
+        verify(reversed_ranks, in_flight_limit=2)
+    assert [(finding.rank, finding.op) for finding in caught.value.findings] == [
+        (3, "0F2"),
+        (2, "1F2"),
+    ]
+    with pytest.raises(ScheduleError) as caught:
+        verify(schedule("gpipe", 3, 4), in_flight_limit=2)
+    assert [finding.rank for finding in caught.value.findings] == [0, 1, 2]
+
+
+def test_evictions_of_other_micro_batches_do_not_count():
+    """F, E, L and backward must be in order for each micro-batch alone."""
+    sound = verify(schedule("bpipe", 4, 8))
+    assert max(sound.peak_on_rank) < 4
+
+
+@pytest.mark.parametrize("shares", [((1.0,),), ((0.5, 0.5), (1.0,))])
+def test_programs_must_number_as_many_slices_as_there_are_shares(shares):
+    """One less and one more, of either kind."""
+    sound = Schedule.parse("0F0 0F1 0B1 0B0 0U1")
+    for along in ("samples", "tokens"):
+        count = sum(map(len, shares))
+        message = f"forwards number 2 slices, the micro-batches are cut into {count}"
+        with pytest.raises(ScheduleError, match=message):
+            verify(replace(sound, slicing=Slicing(along, shares)))
+        verify(replace(sound, slicing=Slicing(along, ((0.5, 0.5),))))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("0F0 0E0 0L0 0B0 0U1\n0E0 0L0", None),
+        ("0F0 0E0 0L0 0B0 0U1", r"0E0 is on ranks 0: it must be on two, that of 0F0 \(0\)"),
+        ("0F0 0B0 0U1\n0E0 0L0", r"0E0 is on ranks 1: it must be on two, that of 0F0 \(0\)"),
+        (
+            "0F0 0E0 0L0 0B0 0U1\n0E0 0L0\n0E0 0L0",
+            r"0E0 is on ranks 0, 1, 2: it must be on two, that of 0F0 \(0\) and a partner",
+        ),
+    ],
+)
+def test_an_eviction_is_on_the_rank_of_the_forward_and_one_partner(text, words):
+    """Neither alone, nor on a third."""
+    if words is None:
+        assert verify(Schedule.parse(text)).peak_on_rank == (1, 1)
+        return
+    with pytest.raises(ScheduleError, match=words):
+        verify(Schedule.parse(text))

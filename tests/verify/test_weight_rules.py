@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 import penstock as ps
@@ -10,6 +12,8 @@ from penstock.schedule.catalogue import schedule
 from penstock.schedule.lower import lower
 from penstock.schedule.op import Schedule
 from penstock.verify.verify import verify
+from penstock.weights.catalogue import weight_rule
+from penstock.weights.rule_types import Reads
 
 
 @pytest.mark.parametrize(("name", "stages", "micro_batches", "weights", "staleness", "versions"), [
@@ -130,3 +134,20 @@ def test_unsound_programs_are_told_before_their_weights():
     with pytest.raises(ScheduleError, match=r"\[one backward\] 0B1 is missing") as caught:
         verify(Schedule.parse("0F0 0F1 0B0 0U1", synchronous=False), weights="double-buffer")
     assert {finding.rule for finding in caught.value.findings} == {"one backward"}
+
+
+def test_an_op_that_reads_a_version_that_does_not_exist_is_a_finding_of_its_own():
+    """The rule's finding has the op and the rank; the error keeps them."""
+    case = schedule("pipedream", 3, 2)
+
+    def future(place):
+        """Read the version after the newest in the forward."""
+        return Reads(place.at_forward + 1, place.at_backward)
+
+    rule = replace(weight_rule("stash"), name="future", reads=future)
+    with pytest.raises(ScheduleError) as caught:
+        verify(case, weights=rule)
+    findings = caught.value.findings
+    assert findings
+    assert all(finding.op is not None and finding.rank is not None for finding in findings)
+    assert findings[0].op == "0F0"

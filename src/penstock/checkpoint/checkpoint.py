@@ -222,6 +222,7 @@ class CheckpointWriter:
 
     def remove(self) -> None:
         """Delete the files that were written, after a failure."""
+        # They are in no index, so that a file which cannot be deleted harms nothing.
         with suppress(OSError, ValueError):
             for name in self.names:
                 (self.folder / name).unlink(missing_ok=True)

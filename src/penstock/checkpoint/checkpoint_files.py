@@ -103,6 +103,7 @@ def write_file(target: Path, tensors: Mapping[str, Tensor], metadata: Mapping[st
         reason = getattr(error, "strerror", None) or error
         raise FileError(f"cannot write the checkpoint {target.parent}: {reason}") from error
     finally:
+        # The error above counts, not this one.
         with suppress(OSError, ValueError):
             partial.unlink(missing_ok=True)
     return sums
@@ -155,6 +156,7 @@ def remove_others(folder: Path, names: Collection[str]) -> None:
         folder: the folder of the checkpoints.
         names: the names of the files to keep.
     """
+    # Files that are in no index only take space.
     with suppress(OSError):
         for file in folder.glob("step-*"):
             if file.name not in names and file.suffix in (".safetensors", ".partial"):

@@ -199,6 +199,8 @@ class _Copy:
                 source.seek(start)
                 content = source.read(length)
         except OSError as error:
+            # The ranks copy in step, so that this one goes on with zeros; `finish` raises the
+            # error.
             self.error = self.error or error
         return torch.frombuffer(bytearray(content.ljust(length, b"\0")), dtype=torch.uint8)
 

@@ -87,6 +87,7 @@ def whole_checkpoints(
         try:
             whole.append(SavedStep(folder, _verify(folder)))
         except FileError as error:
+            # An older checkpoint may be whole.
             if say is not None:
                 say(f"skipping the checkpoint {folder}: {error}")
     return sorted(whole, key=lambda saved: -saved.step)
@@ -193,6 +194,7 @@ def set_aside(root: Path, step: int) -> None:
 
 def _remove(folder: Path) -> None:
     """Remove a checkpoint, its index first: what is left of it is never taken for a whole one."""
+    # As `rmtree` below, which tries the rest whatever fails.
     with suppress(OSError):
         (folder / INDEX).unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)

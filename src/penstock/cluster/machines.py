@@ -13,6 +13,7 @@ from penstock.cluster.device import Device, Link
 from penstock.errors import ClusterError
 from penstock.notebook import NotebookText
 from penstock.store import write_text
+from penstock.units import format_count
 
 #: Lines that are printed for different nodes at most.
 _MAX_NODE_LINES = 12
@@ -116,7 +117,7 @@ class Cluster(NotebookText):
 
     def _summary(self) -> str:
         """Return the number of ranks and nodes, and the kinds of devices."""
-        nodes = f"{self.nodes} node{'s'[: self.nodes > 1]}"
+        nodes = format_count(self.nodes, "node")
         return f"{self.name}: {self.ranks} ranks on {nodes} ({', '.join(self.kinds)})"
 
     def __str__(self) -> str:

@@ -87,20 +87,10 @@ class OptionField:
             return tuple(_bounded(int(word)) for word in text.split(","))
         if self.kind == "floats":
             return tuple(_bounded(float(word)) for word in text.split(","))
-        if self.kind == "bool":
-            return {"yes": True, "no": False}[text] if text in ("yes", "no") else _no_value(text)
-        if self.words and text not in self.words:
-            _no_value(text)
-        return text
-
-
-def _no_value(text: str) -> bool:
-    """Refuse a text.
-
-    Raises:
-        ValueError: always.
-    """
-    raise ValueError(text)
+        accepted = ("yes", "no") if self.kind == "bool" else self.words
+        if accepted and text not in accepted:
+            raise ValueError(text)
+        return text == "yes" if self.kind == "bool" else text
 
 
 def _bounded(number: Number) -> Number:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from penstock.export.catalogue import Exported, register
 from penstock.export.pipelines import (
-    pipelines_of,
-    refuse,
+    Pipelines,
+    require_pipelines,
     segment_lengths,
     selective_layers,
-    uneven_batch,
+    uneven_batch_reasons,
     unsupported_notes,
-    why_not_pipelines,
 )
 from penstock.partition.uniform import partition_uniform
 from penstock.plan.plan import Plan
@@ -39,22 +38,13 @@ def deepspeed(plan: Plan) -> Exported:
         PlanError: the plan has several stages on a rank, single stages with replicas, or
             micro-batches of several sizes; is asynchronous; or recomputes only some layers.
     """
-    pipelines = pipelines_of(plan)
-    reasons = [] if pipelines is not None else [why_not_pipelines(plan)]
-    if pipelines is not None and not pipelines.linear:
-        reasons.append(
-            f"{plan.schedule_name} has {pipelines.schedule.stages} stages on "
-            f"{len(pipelines.placement)} ranks, but in DeepSpeed rank k has stage k alone"
-        )
-    if (uneven := uneven_batch(plan)) is not None:
-        reasons.append(uneven)
+    reasons = uneven_batch_reasons(plan)
     if plan.recomputed and _checkpoint_interval(plan) is None:
         reasons.append(
             f"layers {selective_layers(plan)} are recomputed, but "
             "activation_checkpoint_interval=n recomputes all layers, in segments of n"
         )
-    refuse("deepspeed", reasons)
-    assert pipelines is not None
+    pipelines = require_pipelines("deepspeed", plan, reasons, _placement_reasons)
     parts = [0, *(end for _, end in plan.bounds)]
     is_uniform = list(plan.lengths) == partition_uniform(plan.layers, plan.stages)
     method = ' (partition_method="uniform" does the same)' if is_uniform else ""
@@ -72,6 +62,18 @@ def deepspeed(plan: Plan) -> Exported:
         )
     notes += _recompute_notes(plan)
     return Exported(str(parts), use, tuple(notes))
+
+
+def _placement_reasons(plan: Plan, pipelines: Pipelines) -> list[str]:
+    """Return the reason why DeepSpeed cannot place the stages on the ranks, if there is one."""
+    if pipelines.linear:
+        return []
+    return [
+        (
+            f"{plan.schedule_name} has {pipelines.schedule.stages} stages on "
+            f"{len(pipelines.placement)} ranks, but in DeepSpeed rank k has stage k alone"
+        )
+    ]
 
 
 def _recompute_notes(plan: Plan) -> list[str]:

@@ -10,12 +10,11 @@ from itertools import groupby
 from penstock.export.catalogue import Exported, register
 from penstock.export.pipelines import (
     Pipelines,
-    pipelines_of,
-    refuse,
+    not_in_loop,
+    require_pipelines,
     selective_layers,
-    uneven_batch,
+    uneven_batch_reasons,
     unsupported_notes,
-    why_not_pipelines,
 )
 from penstock.plan.plan import Plan
 
@@ -45,15 +44,7 @@ def megatron(plan: Plan) -> Exported:
             replicas; micro-batches have several sizes; the plan is asynchronous; or Megatron's
             flags cannot recompute the same layers.
     """
-    pipelines = pipelines_of(plan)
-    reasons = [] if pipelines is not None else [why_not_pipelines(plan)]
-    if pipelines is not None and not pipelines.loop:
-        reasons.append(
-            f"{plan.schedule_name} has stages {', '.join(map(str, pipelines.placement))} on its "
-            f"ranks, but Megatron has stage k on rank k mod {len(pipelines.placement)}"
-        )
-    if (uneven := uneven_batch(plan)) is not None:
-        reasons.append(uneven)
+    reasons = uneven_batch_reasons(plan)
     layout_reasons = _layout_reasons(plan)
     if plan.recomputed and not layout_reasons and _recompute_flags(plan) is None:
         reasons.append(
@@ -61,8 +52,12 @@ def megatron(plan: Plan) -> Exported:
             "layers in groups of one size (uniform), or the first n of every stage one by one "
             "(block)"
         )
-    refuse("megatron", [*reasons, *layout_reasons])
-    assert pipelines is not None
+    pipelines = require_pipelines(
+        "megatron",
+        plan,
+        [*reasons, *layout_reasons],
+        _placement_reasons,
+    )
     stage_letters = _stage_letters(plan)
     layout = _compress(stage_letters)
     decoders = "".join(stage_letters).count("t")
@@ -73,6 +68,11 @@ def megatron(plan: Plan) -> Exported:
     )
     use += _sharding_flags(plan)
     return Exported(layout, use, tuple(_notes(plan, pipelines)))
+
+
+def _placement_reasons(plan: Plan, pipelines: Pipelines) -> list[str]:
+    """Return the reason why Megatron cannot place the stages on the ranks, if there is one."""
+    return [] if pipelines.loop else [not_in_loop(plan, pipelines, "Megatron")]
 
 
 #: Megatron-FSDP's names of the levels of ZeRO above 1.

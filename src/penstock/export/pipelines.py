@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import final
@@ -10,6 +11,7 @@ from penstock.errors import PlanError
 from penstock.plan.plan import Plan
 from penstock.schedule.op import Kind, Op, Schedule
 from penstock.schedule.slicing import Slicing
+from penstock.schedule.torch_csv.actions import unsupported_reason
 
 
 @final
@@ -158,22 +160,67 @@ def refuse(library: str, reasons: list[str]) -> None:
         raise PlanError("\n  ".join([f"{library} cannot run this plan", *reasons]))
 
 
+def require_pipelines(
+    library: str,
+    plan: Plan,
+    plan_reasons: list[str],
+    placement_reasons: Callable[[Plan, Pipelines], list[str]] | None = None,
+) -> Pipelines:
+    """Return the identical pipelines of a plan that a library can run.
+
+    Args:
+        library: its name in the message.
+        plan: to export.
+        plan_reasons: why the library cannot run the plan, however its ranks are divided.
+        placement_reasons: returns why it cannot run the plan's pipelines; by default it runs all.
+
+    Raises:
+        PlanError: the plan is not identical pipelines, or there are reasons; the message lists all.
+    """
+    pipelines = pipelines_of(plan)
+    if pipelines is None:
+        reasons = [why_not_pipelines(plan)]
+    else:
+        reasons = [] if placement_reasons is None else placement_reasons(plan, pipelines)
+    refuse(library, reasons + plan_reasons)
+    assert pipelines is not None
+    return pipelines
+
+
+def not_in_loop(plan: Plan, pipelines: Pipelines, library: str) -> str:
+    """Write the reason why a library that assigns stages to ranks in turn cannot place these."""
+    placement = ", ".join(map(str, pipelines.placement))
+    return (
+        f"{plan.schedule_name} has stages {placement} on its ranks, "
+        f"but {library} has stage k on rank k mod {len(pipelines.placement)}"
+    )
+
+
+def csv_reasons(plan: Plan, pipelines: Pipelines) -> list[str]:
+    """Return the reason why torch's CSV cannot express the schedule, if there is one."""
+    del plan
+    reason = unsupported_reason(pipelines.schedule)
+    return [] if reason is None else [reason]
+
+
 def stage_names(plan: Plan) -> list[list[str]]:
     """Return the names of the layers of each stage."""
     return [list(plan.layer_names[start:end]) for start, end in plan.bounds]
 
 
-def uneven_batch(plan: Plan) -> str | None:
-    """Return the reason why a library with micro-batches of one size cannot run a plan; None if the
-    batch divides evenly.
+def uneven_batch_reasons(plan: Plan) -> list[str]:
+    """Return the reason why a library with micro-batches of one size cannot run a plan, if there is
+    one.
     """
     smaller, remainder = divmod(plan.batch, plan.micro_batches)
     if remainder == 0:
-        return None
-    return (
-        f"a batch of {plan.batch} in {plan.micro_batches} micro-batches has some of {smaller} and "
-        f"some of {smaller + 1} samples, but the library needs equal sizes"
-    )
+        return []
+    return [
+        (
+            f"a batch of {plan.batch} in {plan.micro_batches} micro-batches has some of {smaller} "
+            f"and some of {smaller + 1} samples, but the library needs equal sizes"
+        )
+    ]
 
 
 def unsupported_notes(plan: Plan, schedule_name: str, library_name: str) -> list[str]:

@@ -7,14 +7,12 @@ import json
 from penstock.export.catalogue import Exported, register
 from penstock.export.pipelines import (
     Pipelines,
-    pipelines_of,
-    refuse,
+    csv_reasons,
+    require_pipelines,
     stage_names,
-    uneven_batch,
-    why_not_pipelines,
+    uneven_batch_reasons,
 )
 from penstock.plan.plan import Plan
-from penstock.schedule.torch_csv.actions import unsupported_reason
 from penstock.schedule.torch_csv.files import to_csv
 
 #: Name of the schedule's file in a folder.
@@ -45,14 +43,9 @@ def torch(plan: Plan) -> Exported:
         PlanError: single stages have replicas, micro-batches have several sizes, the CSV cannot
             express the schedule, or the plan is asynchronous.
     """
-    pipelines = pipelines_of(plan)
-    reasons = [] if pipelines is not None else [why_not_pipelines(plan)]
-    if pipelines is not None and (reason := unsupported_reason(pipelines.schedule)) is not None:
-        reasons.append(reason)
-    if (uneven := uneven_batch(plan)) is not None:
-        reasons.append(uneven)
-    refuse("torch.distributed.pipelining", reasons)
-    assert pipelines is not None
+    pipelines = require_pipelines(
+        "torch.distributed.pipelining", plan, uneven_batch_reasons(plan), csv_reasons
+    )
     micro_batches = pipelines.schedule.micro_batches
     facts: dict[str, object] = {
         "split_spec": {plan.layer_names[start]: "BEGINNING" for start, _ in plan.bounds[1:]},

@@ -5,11 +5,9 @@ from __future__ import annotations
 from penstock.export.catalogue import Exported, register
 from penstock.export.pipelines import (
     Pipelines,
-    pipelines_of,
-    refuse,
+    require_pipelines,
     selective_layers,
     unsupported_notes,
-    why_not_pipelines,
 )
 from penstock.plan.plan import Plan
 from penstock.schedule.recompute import Recompute
@@ -32,15 +30,13 @@ def torchgpipe(plan: Plan) -> Exported:
         PlanError: single stages have replicas, or the plan is asynchronous or recomputes only some
             layers.
     """
-    pipelines = pipelines_of(plan)
-    reasons = [] if pipelines is not None else [why_not_pipelines(plan)]
+    reasons = []
     if plan.recomputed:
         reasons.append(
             f"layers {selective_layers(plan)} are recomputed, but the library recomputes a "
             "partition as a whole or not at all"
         )
-    refuse("torchgpipe", reasons)
-    assert pipelines is not None
+    pipelines = require_pipelines("torchgpipe", plan, reasons)
     balance = list(plan.lengths)
     notes = unsupported_notes(plan, "gpipe", "GPipe")
     if pipelines.count > 1:

@@ -7,16 +7,15 @@ import json
 from penstock.export.catalogue import Exported, register
 from penstock.export.pipelines import (
     Pipelines,
+    csv_reasons,
     device_notes,
-    pipelines_of,
-    refuse,
+    not_in_loop,
+    require_pipelines,
     selective_layers,
     stage_names,
-    uneven_batch,
-    why_not_pipelines,
+    uneven_batch_reasons,
 )
 from penstock.plan.plan import Plan
-from penstock.schedule.torch_csv.actions import unsupported_reason
 
 #: Torch's names of the schedules that it implements, by Penstock's names.
 TORCH_SCHEDULES = {
@@ -48,19 +47,13 @@ def torchtitan(plan: Plan) -> Exported:
             several sizes, the plan is asynchronous or recomputes only some layers, or the schedule
             is neither one of torch's nor can its CSV express it.
     """
-    pipelines = pipelines_of(plan)
-    reasons = [] if pipelines is not None else [why_not_pipelines(plan)]
-    if pipelines is not None:
-        reasons += _schedule_reasons(plan, pipelines)
-    if (uneven := uneven_batch(plan)) is not None:
-        reasons.append(uneven)
+    reasons = uneven_batch_reasons(plan)
     if plan.recomputed:
         reasons.append(
             f"layers {selective_layers(plan)} are recomputed, but activation_checkpoint selects "
             "ops, or every n-th block, not given layers"
         )
-    refuse("torchtitan", reasons)
-    assert pipelines is not None
+    pipelines = require_pipelines("torchtitan", plan, reasons, _schedule_reasons)
     text = json.dumps(stage_names(plan))
     torch_name = TORCH_SCHEDULES.get(plan.schedule_name)
     schedule = f'pipeline_parallel_schedule = "{torch_name or "PipelineScheduleMulti"}"'
@@ -106,11 +99,5 @@ def _schedule_reasons(plan: Plan, pipelines: Pipelines) -> list[str]:
     reasons = []
     is_v_shaped = TORCH_SCHEDULES.get(plan.schedule_name) in ("ZBVZeroBubble", "DualPipeV")
     if not (pipelines.vee if is_v_shaped else pipelines.loop):
-        placement = ", ".join(map(str, pipelines.placement))
-        reasons.append(
-            f"{plan.schedule_name} has stages {placement} on its ranks, "
-            f"but torchtitan has stage k on rank k mod {len(pipelines.placement)}"
-        )
-    if (reason := unsupported_reason(pipelines.schedule)) is not None:
-        reasons.append(reason)
-    return reasons
+        reasons.append(not_in_loop(plan, pipelines, "torchtitan"))
+    return reasons + csv_reasons(plan, pipelines)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Collection, Sequence
 from dataclasses import fields, is_dataclass
@@ -10,10 +9,11 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
-from penstock.errors import FileError
+from penstock.errors import FileError, did_you_mean
 from penstock.files.json_values import json_value
 from penstock.files.text import quote, read_text, shorten
 from penstock.files.yaml_values import MAX_CHARACTERS, yaml_value
+from penstock.units import format_count
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter, ValidationError
@@ -204,17 +204,15 @@ def _first_error(error: ValidationError, model: type) -> str:
     elif first["type"] not in ("value_error", "json_invalid"):
         text += f", not {quote(first['input'])}"
     more = len(errors) - 1
-    return text + (f" (and {more} more error{'s'[: more > 1]})" if more else "")
+    return text + (f" (and {format_count(more, 'more error')})" if more else "")
 
 
 def _hint(key: str, keys: Sequence[str]) -> str:
     """Return what to do about an unknown key where `keys` are known."""
     if not keys:
         return "; remove it"
-    # Cut off: comparing takes time in proportion to the product of the lengths.
-    close_matches = difflib.get_close_matches(key[:100], keys, n=1)
-    hint = f". Did you mean {close_matches[0]!r}?" if close_matches else "; remove it."
-    return f"{hint} Known: {', '.join(keys)}"
+    hint = did_you_mean(key, keys)
+    return f"{'.' if hint else '; remove it.'}{hint} Known: {', '.join(keys)}"
 
 
 def known_keys(model: Any, location: Sequence[int | str]) -> tuple[str, ...]:

@@ -30,6 +30,7 @@ class _Offloaded:
         self._device = tensor.device
         pinned = tensor.device.type == "cuda"
         self._host = torch.empty_like(tensor, device="cpu", pin_memory=pinned)
+        # In the order of the device's stream: what later ops write into the tensor is not copied.
         self._host.copy_(tensor, non_blocking=pinned)
         self._on_device: weakref.ref[Tensor] | None = None
         self._version = SavedVersion(tensor, holds=False)
@@ -82,6 +83,8 @@ def offloading(
         nonlocal total_bytes, moved_bytes
         if tensor.layout is not torch.strided or tensor.nbytes < SMALLEST or not moves(tensor):
             return SavedVersion(tensor, holds=True)
+        # A copy of an expanded tensor takes more memory than the tensor, and a weight stays where it
+        # is anyway.
         is_expanded = any(
             stride == 0 and extent > 1
             for stride, extent in zip(tensor.stride(), tensor.shape, strict=True)

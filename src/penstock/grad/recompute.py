@@ -347,6 +347,7 @@ class _Forward:
                 for layer in self._segment.layers:
                     value = self._call(layer, value)
             except _AllSlotsFilled:
+                # The rest of the segment computes nothing that the backward needs.
                 pass
         self._buffers, self._attributes = {}, ()
         if self._filled < self._needed:

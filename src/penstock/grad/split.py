@@ -87,6 +87,8 @@ def input_grad(
     edges = [get_gradient_edge(output) for output in live_outputs]
     roots = [edge.node for edge in edges]
     on_path = _nodes_reaching(roots, {get_gradient_edge(leaf).node for leaf in inputs})
+    # The weight part of the backward leaves the path at these nodes. The gradients that arrive there
+    # are all that it needs: from there it does not repeat what the input gradients have computed.
     weights_of = {node: _weights(_off_path_successors(node, on_path)) for node in on_path}
     captured: dict[Node, dict[int, Tensor]] = {}
     hooks = [

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from penstock.errors import SettingError
 from penstock.optim.factory import check_factory
 from penstock.tracing.traced_chain import TracedChain
+from penstock.units import format_count
 
 #: How far functions are followed that functions call, and containers that they refer to.
 _DEEPEST = 4
@@ -52,7 +53,7 @@ def check_loss(traced: TracedChain, loss: object) -> None:
         weights = _trainable(value, model_parameters)
         if weights:
             raise SettingError(
-                f"{place} has {len(weights)} trainable weight{'s' * (len(weights) != 1)} of its "
+                f"{place} has {format_count(len(weights), 'trainable weight')} of its "
                 f"own, the first ({weights[0][0]}) of shape {tuple(weights[0][1].shape)}: "
                 "optimizer= is called with the model's, so no stage would train it. Make it part "
                 "of the model, in its last layer, whose output is then what the loss without "

@@ -33,6 +33,7 @@ from penstock.transport.devices.device_assignment import Assignment
 from penstock.transport.devices.device_discovery import gather_assignment, rank_facts
 from penstock.transport.hosts import Host, host_names, this_host
 from penstock.transport.process_group import naming_lost_ranks
+from penstock.units import format_count
 
 Progress = Callable[[int, int, str], None]
 
@@ -315,7 +316,7 @@ def _device(
         name = model = torch.cuda.get_device_name(device)
     else:
         threads = torch.get_num_threads()
-        name, model = "cpu", f"{_processor()}, {threads} thread{'s'[: threads > 1]}"
+        name, model = "cpu", f"{_processor()}, {format_count(threads, 'thread')}"
     return Device(
         name=name,
         memory_bytes=memory - memory % 2**20,
@@ -338,6 +339,7 @@ def _processor() -> str:
             )
             return next(names, platform.machine())
     except OSError:
+        # Not Linux.
         return platform.processor() or platform.machine()
 
 

@@ -122,6 +122,7 @@ def _core_seconds() -> tuple[float | None, float | None]:
         names = {f"cpu{core}" for core in os.sched_getaffinity(0)}
         ticks = os.sysconf("SC_CLK_TCK")
     except (AttributeError, ValueError, OSError):
+        # Not Linux: these figures are left out of the conditions.
         return None, None
     busy = stolen = 0
     for line in _text("/proc/stat").splitlines():
@@ -165,6 +166,7 @@ def _clock_hz() -> float | None:
     try:
         cores = os.sched_getaffinity(0)
     except AttributeError:
+        # Not Linux.
         return None
     for core in cores:
         text = _text(f"/sys/devices/system/cpu/cpu{core}/cpufreq/scaling_cur_freq").strip()

@@ -268,6 +268,7 @@ def time_pairs_at_once(peer: int | None, wires: Wires, repeats: int = 5) -> floa
     ratios: list[float] = []
     for _ in range(repeats + 1):
         alone_s = 1.0
+        # One pair after another, between barriers: so each is alone.
         for leader in range(ranks):
             wires.barrier()
             if leader == pair_leader and peer is not None:

@@ -163,6 +163,7 @@ def _fake_copies(traced: TracedChain, mode: FakeTensorMode) -> list[nn.Module]:
     for module in traced.modules:
         for part in module.modules():
             tensors += (value for value in vars(part).values() if isinstance(value, Tensor))
+    # `deepcopy` takes what its memo has for a tensor, so that nothing is copied.
     fakes: dict[int, object] = {}
     with mode:
         for tensor in tensors:
@@ -209,6 +210,7 @@ def _count_layer(module: nn.Module, value: Any, *, inner: bool) -> tuple[_Phases
     roots = [leaf for leaf in tensors_in(output) if leaf.requires_grad]
     grads: list[Tensor | None] = [torch.ones_like(root) for root in roots]
     _, backward = _count_ops(lambda: torch.autograd.backward(roots, grads) if roots else None)
+    # The backward has freed the graph: the split one is counted on another.
     inputs, leaves = _detached_inputs(value, needs_grad=inner)
     roots = [leaf for leaf in tensors_in(module(inputs)) if leaf.requires_grad]
     (_, pending), input_ops = _count_ops(lambda: input_grad(roots, grads, leaves))

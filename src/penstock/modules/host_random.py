@@ -106,7 +106,7 @@ class _Reader:
         """Return whether a user's function may draw, itself or by what it refers to."""
         if not isinstance(function, FunctionType) or _is_library(function.__module__):
             return False
-        names = set(_names(function.__code__))
+        names = set(names_of_code(function.__code__))
         if "random" in names:
             return True
         values = [*_globals(function, names), *_closure(function)]
@@ -143,9 +143,9 @@ def _draws(value: Any) -> bool:
     return isinstance(holder, random.Random) or type(holder).__name__ == "RandomState"
 
 
-def _names(code: CodeType) -> Iterator[str]:
-    """Yield the names that code mentions, those of its nested functions included."""
+def names_of_code(code: CodeType) -> Iterator[str]:
+    """Yield the global names and attributes that code mentions, also in functions inside it."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _names(constant)
+            yield from names_of_code(constant)

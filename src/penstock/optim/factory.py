@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from penstock.errors import SettingError
+from penstock.units import format_count
 
 #: Takes a list of parameters, or of torch's parameter groups, and returns an optimizer.
 OptimizerFactory = Callable[[Any], Optimizer]
@@ -145,6 +146,7 @@ def _required_arguments(optimizer: Optimizer) -> list[str]:
     try:
         signature = inspect.signature(optimizer.step)
     except (TypeError, ValueError):
+        # Compiled functions may have no signature: then nothing is known to be required.
         return []
     return [
         name
@@ -178,6 +180,7 @@ def _options_text(optimizer: Optimizer) -> str:
     try:
         signature_parameters = inspect.signature(type(optimizer)).parameters
     except (TypeError, ValueError):
+        # A class whose constructor is compiled may have no signature.
         return ", ..."
     arguments_text = [
         f", {name}={value!r}"
@@ -202,4 +205,4 @@ def _class_path(optimizer: Optimizer) -> str:
 
 
 def _count(number: int) -> str:
-    return f"{number} parameter{'s' * (number != 1)}"
+    return format_count(number, "parameter")

@@ -19,15 +19,10 @@ class Tables(NamedTuple):
 
     table: shape (layers + 1, layers + 1, ranks + 1): seconds of a stage by first layer, end and
         ranks.
-    links: shape (layers + 1,): seconds of the cut before a layer.
-    most_ranks: as `table`, or of size 0: the most ranks that the stage and all after it may have
-        together.
-    most_stages: likewise, the most stages from this one to the last.
+    most_stages: as `table`, or of size 0 for no limit: the most stages from this one to the last.
     """
 
     table: Numbers
-    links: Numbers
-    most_ranks: Numbers
     most_stages: Numbers
 
 
@@ -45,25 +40,19 @@ def fewest_ranks(
         fewest: likewise, output, for the stage and all after it. It may be `fewest_after` itself:
             then for any number of stages.
     """
-    table, links, most_ranks, most_stages = tables
+    table, most_stages = tables
     ranks = table.shape[2] - 1
     for first in range(table.shape[0] - 2, -1, -1):
         least = ranks + 1
         for end in range(first + 1, table.shape[0]):
-            if links[end] > bound:
-                continue
             ranks_after = fewest_after[end]
             for replicas in range(1, min(ranks, least - 1) - ranks_after + 1):
                 if table[first, end, replicas] > bound:
                     continue
                 if most_stages.size > 0 and stage_count > most_stages[first, end, replicas]:
                     continue
-                if (
-                    most_ranks.size == 0
-                    or replicas + ranks_after <= most_ranks[first, end, replicas]
-                ):
-                    least = replicas + ranks_after
-                    break
+                least = replicas + ranks_after
+                break
         fewest[first] = least
 
 
@@ -80,29 +69,23 @@ def least_with(
         least: likewise, output, infinite on entry. It may be `least_after` itself: then for any
             number of stages.
     """
-    table, links, most_ranks, most_stages = tables
+    table, most_stages = tables
     ranks = table.shape[2] - 1
     for first in range(table.shape[0] - 2, -1, -1):
         for end in range(first + 1, table.shape[0]):
-            if links[end] > bound:
-                continue
             for replicas in range(1, ranks + 1):
                 stage_seconds = table[first, end, replicas]
                 if stage_seconds > bound or (
                     most_stages.size > 0 and stage_count > most_stages[first, end, replicas]
                 ):
                     continue
-                last = ranks
-                if most_ranks.size > 0:
-                    last = min(ranks, most_ranks[first, end, replicas])
                 if sums:
-                    for used in range(replicas, last + 1):
+                    for used in range(replicas, ranks + 1):
                         least[first, used] = min(
                             least[first, used], stage_seconds + least_after[end, used - replicas]
                         )
                 else:
-                    stage_seconds = max(stage_seconds, links[end])
-                    for used in range(replicas, last + 1):
+                    for used in range(replicas, ranks + 1):
                         least[first, used] = min(
                             least[first, used],
                             max(stage_seconds, least_after[end, used - replicas]),

@@ -11,7 +11,7 @@ from penstock.compiled import run
 from penstock.errors import PartitionError
 from penstock.partition.chain_dp import SUM, best_cut
 from penstock.partition.dp_loops import Tables, fewest_ranks, least_with
-from penstock.partition.validation import Floats, Ints, check_costs
+from penstock.partition.validation import Floats, Ints
 
 #: A stage: its number of layers, and of ranks (data-parallel replicas).
 Stage = tuple[int, int]
@@ -27,13 +27,10 @@ NO_LIMIT: Ints = np.empty((0, 0, 0), np.int64)
 class Chain:
     """A table of stage costs and its limits, in the form that the loops read.
 
-    table, most_ranks, most_stages: see `dp_loops.Tables`.
-    links: seconds of the cut before every layer and at the end, 0 at both ends.
+    table, most_stages: see `dp_loops.Tables`.
     """
 
     table: Floats
-    links: Floats
-    most_ranks: Ints
     most_stages: Ints
 
     @property
@@ -49,7 +46,7 @@ class Chain:
     @property
     def tables(self) -> Tables:
         """The arguments of the loops."""
-        return Tables(self.table, self.links, self.most_ranks, self.most_stages)
+        return Tables(self.table, self.most_stages)
 
     @property
     def _iterations(self) -> float:
@@ -125,7 +122,9 @@ class Chain:
         None if no bound can be kept.
         """
         # The least bound is one of these. Halving the range first avoids sorting all of them.
-        values = np.concatenate((self.entries(), self.links))
+        values = self.entries()
+        if not values.size:
+            return None
         low, high = -1.0, float(values.max())
         if not self.suffices(high, stages):
             return None
@@ -154,12 +153,10 @@ class Chain:
             ends = np.arange(first + 1, self.layers + 1)
             # A stage on a best path has the difference of ranks; of several the fastest is taken.
             replicas = fewest[count][first] - fewest[count - 1][ends]
-            allowed = (replicas >= 1) & (self.links[ends] <= bound)
+            allowed = replicas >= 1
             replicas = np.where(allowed, replicas, 0)
             seconds = table[first, ends, replicas]
             allowed &= seconds <= bound
-            if self.most_ranks.size:
-                allowed &= self.most_ranks[first, ends, replicas] >= fewest[count][first]
             best = int(np.argmin(np.where(allowed, seconds, np.inf)))
             stages.append((best + 1, int(replicas[best])))
             first = int(ends[best])
@@ -182,9 +179,6 @@ class Chain:
             first, end = edges[index], edges[index + 1]
             seconds = self.below(step + 1).table[first, end, :0:-1]
             allowed = seconds <= bound
-            if self.most_ranks.size:
-                with_later = np.arange(1, self.ranks + 1)[:, None]
-                allowed = allowed & (with_later <= self.most_ranks[first, end, :0:-1])
             return np.where(allowed, np.square(np.where(allowed, seconds, 0.0) / unit), np.inf)
 
         cut = best_cut(squares, len(stages), self.ranks, SUM, longest_last=False)
@@ -201,9 +195,8 @@ class Chain:
         """Return the stages with the least sum or least maximum of seconds; None if there are none.
 
         Args:
-            bound: the most seconds of a stage or link.
-            sums: whether to minimise the sum of the stages' seconds; else the slowest stage or
-                link.
+            bound: the most seconds of a stage.
+            sums: whether to minimise the sum of the stages' seconds; else the slowest stage.
             stages: number of stages; None is any.
             exactly: whether all ranks must be used.
         """
@@ -251,7 +244,7 @@ class Chain:
             tables: of `_least_per_count`.
             count: number of stages; ignored if there is only one table.
             ranks: number of ranks to use.
-            bound: the most seconds of a stage or link.
+            bound: the most seconds of a stage.
             sums: as in `least`.
         """
         first, stages, any_count = 0, [], len(tables) == 1
@@ -259,13 +252,9 @@ class Chain:
             after = tables[0 if any_count else count - 1]
             table = self.below(1 if any_count else count).table
             seconds = table[first, first + 1 :, 1 : ranks + 1]
-            links = self.links[first + 1 :, None]
             rest = after[first + 1 :, ranks - 1 :: -1]
-            total = seconds + rest if sums else np.maximum(np.maximum(seconds, links), rest)
-            allowed = (seconds <= bound) & (links <= bound)
-            if self.most_ranks.size:
-                allowed = allowed & (self.most_ranks[first, first + 1 :, 1 : ranks + 1] >= ranks)
-            best = np.argmin(np.where(allowed, total, np.inf))
+            total = seconds + rest if sums else np.maximum(seconds, rest)
+            best = np.argmin(np.where(seconds <= bound, total, np.inf))
             row, column = np.unravel_index(best, total.shape)
             length, replicas = int(row) + 1, int(column) + 1
             stages.append((length, replicas))
@@ -282,12 +271,7 @@ def seconds_of(table: Floats, stages: Sequence[Stage]) -> list[float]:
     return times
 
 
-def chain_of(
-    table: Floats,
-    boundary: Sequence[float] | Floats | None,
-    most_ranks: Ints | None,
-    most_stages: Ints | None,
-) -> Chain:
+def chain_of(table: Floats, most_stages: Ints | None) -> Chain:
     """Return the validated chain of a table.
 
     Raises:
@@ -308,16 +292,10 @@ def chain_of(
             f"table: entry {list(entry)} is {times[entry]}; "
             f"the seconds of a stage must be 0 or more, infinite if the stage is impossible"
         )
-    links = np.zeros(layers + 1)
-    if boundary is not None:
-        links[1:-1] = check_costs(boundary, "boundary", layers - 1)
-    for name, most in (("most_ranks", most_ranks), ("most_stages", most_stages)):
-        if most is not None and np.shape(most) != times.shape:
-            raise PartitionError(
-                f"{name}: has the shape {np.shape(most)}, and the table {times.shape}"
-            )
-    limits = [
-        NO_LIMIT if most is None else np.ascontiguousarray(most, dtype=np.int64)
-        for most in (most_ranks, most_stages)
-    ]
-    return Chain(times, links, *limits)
+    if most_stages is None:
+        return Chain(times, NO_LIMIT)
+    if np.shape(most_stages) != times.shape:
+        raise PartitionError(
+            f"most_stages: has the shape {np.shape(most_stages)}, and the table {times.shape}"
+        )
+    return Chain(times, np.ascontiguousarray(most_stages, dtype=np.int64))

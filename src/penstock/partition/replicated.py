@@ -1,13 +1,12 @@
 """Partitioning into stages on several ranks each (data parallelism inside a pipeline).
 
-Every search is exact over a table of the seconds of every possible stage; `replicated` computes
-that table from costs of layers.
+Every search is exact over a table of the seconds of every possible stage. The planner that calls it
+computes the table, since what replicas cost differs by planner.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
 from typing import TypedDict, Unpack
 
 import numpy as np
@@ -22,23 +21,18 @@ class Limits(TypedDict, total=False):
 
     stages: number of stages; None, the default, is any number.
     exactly: whether all ranks must be used (the default), or some may stay idle.
-    most_ranks: shape of the table: the most ranks that a stage and all after it may have together,
-        for the stage to fit in memory. In 1F1B a rank of a stage on k ranks has ceil(that number /
-        k) micro-batches in flight, which is how memory limits it.
-    most_stages: likewise for the number of stages from this one to the last, itself included
-        (Alpa's and Piper's count).
+    most_stages: shape of the table: the most stages from a stage to the last, itself included, for
+        the stage to fit in memory (Alpa's and Piper's count). In 1F1B that is the number of
+        micro-batches in flight, which is how memory limits it.
     """
 
     stages: int | None
     exactly: bool
-    most_ranks: Ints | None
     most_stages: Ints | None
 
 
-def replicated_table(
-    table: Floats, boundary: Sequence[float] | Floats | None = None, **limits: Unpack[Limits]
-) -> list[Stage] | None:
-    """Minimise the slowest stage or link over stages and their numbers of ranks.
+def replicated_table(table: Floats, **limits: Unpack[Limits]) -> list[Stage] | None:
+    """Minimise the slowest stage over stages and their numbers of ranks.
 
     Ties, if ranks may stay idle, are broken by the fewest stages, then by the fewest ranks.
 
@@ -48,17 +42,13 @@ def replicated_table(
     [(4, 4)]
     >>> replicated_table(table, stages=4)
     [(1, 1), (1, 1), (1, 1), (1, 1)]
-    >>> replicated_table(table, boundary=[9, 9, 0])
-    [(4, 4)]
 
     Args:
         table: shape (layers + 1, layers + 1, ranks + 1): entry [a, b, k] is the seconds per
             micro-batch of a stage of the layers a .. b - 1 on k ranks; infinite if it does not fit.
-            Entries with k = 0 or b <= a are not read.
-        boundary: shape (layers - 1,): seconds of the cut after a layer. None is free. Costs of
-            links that depend on the numbers of ranks belong in the table: a link from k to l ranks
-            that carries 1 / min(k, l) of the bytes on each connection takes the longer of the times
-            of the k and of the l.
+            Entries with k = 0 or b <= a are not read. Costs of links belong in the table: a link
+            from k to l ranks that carries 1 / min(k, l) of the bytes on each connection takes the
+            longer of the times of the k and of the l.
         limits: see `Limits`.
 
     Returns:
@@ -75,7 +65,7 @@ def replicated_table(
     seconds if the dynamic program must run; Numba takes 0.4 s to load at the first call of a
     process, and some seconds to compile at the first on a machine.
     """
-    chain = _chain(table, boundary, limits)
+    chain = _chain(table, limits)
     tightest = chain.search(limits.get("stages"))
     if tightest is None:
         return None
@@ -120,7 +110,7 @@ def replicated_sum(
     on 64 ranks take 0.1 s on one shared core, and with limits of `most_stages` that bind 0.7 s.
     """
     factor = check_number("bound_factor", bound_factor, zero=True)
-    chain = _chain(table, None, limits)
+    chain = _chain(table, limits)
     exactly, stage_count = limits.get("exactly", True), limits.get("stages")
     best: list[Stage] | None = None
     best_value = np.inf
@@ -163,11 +153,11 @@ def replicated_sum(
     return best
 
 
-def _chain(table: Floats, boundary: Sequence[float] | Floats | None, limits: Limits) -> Chain:
+def _chain(table: Floats, limits: Limits) -> Chain:
     """Validate the arguments of a search over a table."""
     stages = limits.get("stages")
     if stages is not None and stages < 1:
         raise PartitionError(
             f"stages is {stages!r}; it must be 1 or more, or None for any number of stages"
         )
-    return chain_of(table, boundary, limits.get("most_ranks"), limits.get("most_stages"))
+    return chain_of(table, limits.get("most_stages"))

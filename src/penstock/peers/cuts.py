@@ -23,6 +23,7 @@ from penstock.peers.setup import Setup, setup_of, to_message
 from penstock.peers.team import Team
 from penstock.plan.plan import Plan
 from penstock.profile.profile import Profile
+from penstock.ranks.processes.rank_variables import rank_variables
 from penstock.registry import Registered
 from penstock.search.catalogue import plan as plan_model
 from penstock.store import write_json
@@ -205,16 +206,9 @@ class Cuts:
 
 
 def rank_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
-    """Return the environment variables that torchrun sets, by which ranks on this host meet."""
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
+    """Return the environment variables of a rank whose store this process has opened."""
+    # As by torchrun's agent: rank 0 joins the store at the port too, instead of opening one there.
+    return {**rank_variables(rank, ranks, port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
 
 
 def is_method(balance: str) -> bool:

@@ -32,9 +32,11 @@ class Peak:
 
     def reset(self) -> None:
         """Forget the peak so far, which includes the construction of the model."""
+        # Free pages that the allocator keeps would count as used. Not every C library has the call.
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).malloc_trim(0)
         try:
+            # 5 resets VmHWM to the current size, see proc(5).
             Path("/proc/self/clear_refs").write_text("5")
             self.whole = False
         except OSError:

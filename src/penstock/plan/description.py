@@ -7,7 +7,7 @@ from penstock.plan.plan import Plan
 from penstock.plan.prediction import Candidate
 from penstock.schedule.recompute import Recompute
 from penstock.text_table import table
-from penstock.units import format_bytes, format_seconds
+from penstock.units import format_bytes, format_count, format_seconds
 
 #: Most ranks whose memory is listed; of more ranks, those with the largest memory.
 MOST_ROWS = 32
@@ -43,11 +43,11 @@ def describe(plan: Plan) -> str:
 
 def _summary(plan: Plan) -> str:
     """Write schedule, ranks, stages, batch, recompute and weight rule."""
-    plural = "es" if plan.micro_batches > 1 else ""
+    micro_batches = format_count(plan.micro_batches, "micro-batch", "micro-batches")
     return (
         f"{plan.schedule_name} on {plan.ranks} of {plan.cluster_ranks} ranks of {plan.cluster}: "
-        f"{plan.stages} stage{'s' * (plan.stages > 1)}{_replicas(plan)}, "
-        f"batch {plan.batch} in {plan.micro_batches} micro-batch{plural}, "
+        f"{format_count(plan.stages, 'stage')}{_replicas(plan)}, "
+        f"batch {plan.batch} in {micro_batches}, "
         f"recompute {plan.recompute}, weights {plan.weights}"
     )
 
@@ -133,7 +133,7 @@ def _recomputed(plan: Plan) -> list[str]:
     if plan.recompute is Recompute.SELECTIVE:
         layers = f"{len(plan.recomputed)} of {plan.layers} layers"
     count = sum(len(plan.selection.of_stage(first, end)) for first, end in plan.bounds)
-    segments = f" in {count} segment{'s' * (count > 1)}" if count else ""
+    segments = f" in {format_count(count, 'segment')}" if count else ""
     exception = " except in the last micro-batch" if plan.recompute is Recompute.EXCEPT_LAST else ""
     work, less_memory = plan.predicted.more_work, plan.predicted.less_kept
     return [
@@ -200,7 +200,7 @@ def _byte_list(sizes: list[int]) -> str:
 def _optimizer(plan: Plan) -> str:
     """Write the optimizer that memory was planned for."""
     states = plan.optimizer_states
-    numbers = f"{states:g} number{'s' * (states != 1)} per parameter"
+    numbers = f"{format_count(states, 'number')} per parameter"
     if plan.optimizer:
         return f"optimizer {plan.optimizer}, {numbers}"
     return f"optimizer not named, {numbers}{', as SGD with momentum' if states == 1 else ''}"

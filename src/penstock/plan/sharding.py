@@ -7,6 +7,9 @@ from typing import final
 
 from penstock.errors import PlanError
 
+#: Levels of ZeRO among the replicas of a stage; `Sharding` says what each shares.
+ZERO_LEVELS = (0, 1, 2, 3)
+
 
 @final
 @dataclass(frozen=True)
@@ -30,8 +33,7 @@ class Sharding:
     def __post_init__(self) -> None:
         if self.tensor_parallel < 1:
             raise PlanError(f"tensor_parallel is {self.tensor_parallel}; it is 1 or more")
-        if self.zero not in (0, 1, 2, 3):
-            raise PlanError(f"zero is {self.zero}; its levels are 0, 1, 2 and 3")
+        check_zero(self.zero)
         if self.sequence_parallel and self.tensor_parallel == 1:
             raise PlanError(
                 "sequence_parallel is for tensor_parallel of 2 or more, and it is 1: leave it out"
@@ -48,6 +50,16 @@ class Sharding:
         if self.zero:
             words.append(f"ZeRO {self.zero}")
         return ", ".join(words)
+
+
+def check_zero(zero: int) -> None:
+    """Refuse a level of ZeRO that does not exist.
+
+    Raises:
+        PlanError: there is no such level.
+    """
+    if zero not in ZERO_LEVELS:
+        raise PlanError(f"zero is {zero!r}; its levels are 0, 1, 2 and 3")
 
 
 @final

@@ -86,10 +86,6 @@ class LayerCounts:
         """Return the operations of one phase for `samples` samples."""
         return sum(work.flops_at(samples) for work in self.work(phase))
 
-    def bytes_moved(self, phase: Phase, samples: float) -> float:
-        """Return the bytes that one phase reads and writes for `samples` samples."""
-        return sum(work.bytes_at(samples) for work in self.work(phase))
-
     def launches(self, phase: Phase) -> int:
         """Return the number of ops that one phase launches."""
         return sum(work.launches for work in self.work(phase))

@@ -141,6 +141,7 @@ class _Group:
         core_s = self._sum(attention) + _PER_SCORE * scores / self._bytes_per_s
         forward = self._sum(weighted) + core_s + traffic_s + self._exchange_s(samples)
         input_products = [product.transposed()[0] for product in weighted]
+        # Both factors of a product of attention are activations: neither gradient is of weights.
         for product in attention:
             input_products += product.transposed()
         input_grad = self._sum(input_products) + self._exchange_s(samples)

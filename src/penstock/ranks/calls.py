@@ -169,6 +169,7 @@ class ComparedCalls(Calls):
             form, tensors = part_form(x, y)
         else:
             form, tensors = self._nested(batch, x, y)
+        # Multiplied by primes, as in `enter`.
         words = crc_of(call) + crc_of(form) + 7919 * self._number + 104729 * batch.step
         check = (words & _MASK) << _BITS
         batch.check = check
@@ -177,11 +178,13 @@ class ComparedCalls(Calls):
         if tensors and self._readable(tensors, turn, whole=whole):
             versions = _versions(tensors)
             batch.pending_check = partial(self._read, entry, tensors, versions, turn)
+        # At once where the numbers may be others later: inference tensors have no version by which
+        # `_read` would notice.
         if whole or self._changed_in_place or any(map(Tensor.is_inference, tensors)):
             batch.checksum()
         if whole:
             numbers = contents(x, y) if self.check_data else []
-            self._meet(self._recent[-1], batch.step, numbers)
+            self._compare_batch(self._recent[-1], batch.step, numbers)
         return batch
 
     def _read(
@@ -231,7 +234,7 @@ class ComparedCalls(Calls):
         return True
 
     @naming_lost_ranks("could not compare its batch with the other ranks'")
-    def _meet(self, call: Call, step: int, numbers: Sequence[int | None]) -> None:
+    def _compare_batch(self, call: Call, step: int, numbers: Sequence[int | None]) -> None:
         """Compare a batch with those of all other ranks, before it is played."""
         self._board.doing(f"waits for the other ranks at {call.name}")
         keys = [f"call/{call.number}/{rank}" for rank in range(self._size)]
@@ -242,7 +245,7 @@ class ComparedCalls(Calls):
                 self._rank,
                 f"{ranks_in_words(missing)} to call {call.name}",
                 self._deadline_s,
-                self._board.elsewhere(),
+                self._board.describe_others(),
             )
             self._board.fail(str(error))
             raise error

@@ -41,6 +41,7 @@ def values_of(tensor: Tensor) -> Any:
     try:
         return tensor.numpy()
     except (TypeError, RuntimeError):
+        # On a device, conjugated lazily, or of a dtype that NumPy does not have.
         plain = tensor.detach().cpu().resolve_conj().resolve_neg()
         if plain.dtype == torch.bfloat16 or plain.element_size() == 1:
             plain = plain.view(torch.int16 if plain.element_size() == 2 else torch.uint8)

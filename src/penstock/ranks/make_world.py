@@ -23,6 +23,7 @@ from penstock.schedule.lower import Link, messages
 from penstock.schedule.op import Schedule
 from penstock.transport.devices.device_discovery import local_device
 from penstock.transport.process_group import naming_lost_ranks
+from penstock.units import format_count
 
 
 @dataclass(frozen=True)
@@ -177,9 +178,9 @@ def _hosts(setting: RunConfig) -> str:
 def _rank_count_message(schedule: Schedule, rank_count: int) -> str:
     """Return the message for a number of ranks that differs from the schedule's."""
     needed, verb = schedule.ranks, "is" if rank_count == 1 else "are"
-    head = f"the schedule is for {needed} rank{'s' * (needed != 1)} and there {verb} {rank_count}: "
+    head = f"the schedule is for {format_count(needed, 'rank')} and there {verb} {rank_count}: "
     start = (
-        f"start {needed} process{'es' * (needed != 1)} (torchrun --nproc-per-node {needed}, "
+        f"start {format_count(needed, 'process', 'processes')} (torchrun --nproc-per-node {needed}, "
         f"ps.launch(…, ranks={needed}))"
     )
     if rank_count > needed:

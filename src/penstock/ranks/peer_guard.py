@@ -69,7 +69,7 @@ class PeerGuard:
             waited_s: seconds for which it waited.
         """
         if isinstance(error, TransportTimeout):
-            return DeadlineExceeded(self.rank, awaited, waited_s, self.board.elsewhere())
+            return DeadlineExceeded(self.rank, awaited, waited_s, self.board.describe_others())
         reason = self.board.failure(patience_s=_REASON_PATIENCE_S)
         return PeerFailed(
             self.rank, awaited, reason or "the rank that was to send it ended without a message"

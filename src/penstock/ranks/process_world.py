@@ -144,7 +144,9 @@ class DistributedWorld:
             return None
         self._overdue = awaited
         return str(
-            DeadlineExceeded(self._rank, awaited, self._wire.deadline_s, self._board.elsewhere())
+            DeadlineExceeded(
+                self._rank, awaited, self._wire.deadline_s, self._board.describe_others()
+            )
         )
 
     def _check_links(self) -> None:
@@ -168,7 +170,7 @@ class DistributedWorld:
         """
         if self._overdue is not None:
             raise DeadlineExceeded(
-                self._rank, self._overdue, self._wire.deadline_s, self._board.elsewhere()
+                self._rank, self._overdue, self._wire.deadline_s, self._board.describe_others()
             )
 
     def _stop(self) -> None:
@@ -277,6 +279,7 @@ class DistributedWorld:
                         "rank 0",
                     )
                 return {}
+            # Copies, as of what the other ranks send: this rank goes on and changes its tensors.
             gathered = {0: [tensor.clone() for tensor in tensors]}
             for peer in range(1, self.size):
                 # A rank may have no tensors.
@@ -401,7 +404,7 @@ class DistributedWorld:
             return action()
         except TransportTimeout as error:
             raise DeadlineExceeded(
-                self._rank, waited_for, self._wire.deadline_s, self._board.elsewhere()
+                self._rank, waited_for, self._wire.deadline_s, self._board.describe_others()
             ) from error
         except TransportLost as error:
             reason = self._board.failure(patience_s=2.0) or _UNKNOWN_END

@@ -81,6 +81,7 @@ class RankGroup:
         local: RankGroup | None = None
         with naming_lost_ranks("could not connect to the other ranks"):
             assignment = assign_device(device)
+            # `new_group` is collective: every process makes the groups of all pipelines, in one order.
             for members in pipelines:
                 timeout = timedelta(seconds=job.deadline_s)
                 shared = dist.new_group(list(members), timeout, "gloo")
@@ -149,6 +150,7 @@ class RankGroup:
         answers: list[dict[str, Any]] = [{"keys": rows, "ranks": list(self.ranks)}]
         if self.job is not None:
             answers = self.job.exchange(answers[0])
+        # Likewise: every process makes the communicators of all pipelines, in one order.
         all_rows = {tuple(row) for answer in answers for row in answer["keys"]}
         job_rank = self.ranks[self.rank]
         groups = make_communicators(_keys(sorted(all_rows)), job_rank, device, self.shared)

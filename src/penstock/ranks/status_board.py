@@ -28,7 +28,7 @@ class Board(Protocol):
         """Return the first reason of failure, waiting up to `patience_s` seconds for one."""
         ...
 
-    def elsewhere(self) -> list[str]:
+    def describe_others(self) -> list[str]:
         """Describe the status of every other rank, one line each."""
         ...
 
@@ -91,8 +91,8 @@ class ThreadBoard:
         del patience_s
         return self._shared.reason
 
-    def elsewhere(self) -> list[str]:
-        """See `Board.elsewhere`."""
+    def describe_others(self) -> list[str]:
+        """See `Board.describe_others`."""
         ranks = range(len(self._shared.current))
         return [self._shared.line(rank) for rank in ranks if rank != self._rank]
 

@@ -119,6 +119,7 @@ class StoreBoard:
             RanksDiffer: it has.
         """
         failure = {}
+        # The store has ended with its host: then there is no failure to be read.
         with contextlib.suppress(RuntimeError):
             if self._store.check(["penstock/failure"]):
                 failure = json.loads(self._store.get("penstock/failure"))
@@ -140,11 +141,12 @@ class StoreBoard:
                 return reason_of_loss
             self._stop.wait(_PAUSE_S)
 
-    def elsewhere(self) -> list[str]:
-        """See `Board.elsewhere`."""
+    def describe_others(self) -> list[str]:
+        """See `Board.describe_others`."""
         lines = []
         for rank in range(self._size):
             key = f"penstock/doing/{rank}"
+            # As in `failure`: what cannot be read is left out of the message.
             with contextlib.suppress(RuntimeError):
                 if rank != self._rank and self._store.check([key]):
                     status, seconds, _ = json.loads(self._store.get(key))
@@ -214,6 +216,7 @@ class StoreBoard:
                     self.fail(reason)
                 failed = self._store.check(["penstock/failure"])
             except RuntimeError:
+                # The store has ended with its host, so that this rank must stop as well.
                 failed = True
             if failed:
                 self._on_failure()

@@ -191,7 +191,7 @@ class ThreadWorld:
             remaining_s = limit_s - idle_s
             if remaining_s <= 0:
                 raise DeadlineExceeded(
-                    rank, f"an end to where it {status}", idle_s, self.board(rank).elsewhere()
+                    rank, f"an end to where it {status}", idle_s, self.board(rank).describe_others()
                 )
 
     def _wait_after_failure(self, futures: Mapping[int, Future[T]]) -> None:
@@ -218,6 +218,7 @@ class ThreadWorld:
         del forms
         gathered: dict[int, list[Tensor]] = {}
         for rank, tensors in local.items():
+            # Copies, as from another process: the ranks go on and change their tensors.
             gathered[rank] = [tensor.detach().cpu().clone() for tensor in tensors]
         return gathered
 

@@ -240,6 +240,7 @@ class Tied:
     ) -> None:
         """Send tensors to the ranks that hold them, and receive others; both by peer."""
         number = UpdateMessage.TIED_WEIGHTS
+        # Receives first: two ranks that send to each other would else wait for each other.
         arrivals = {
             home: self.transport.post(home, number.of_run, _signature(number, tensors))
             for home, tensors in remote_tensors.items()

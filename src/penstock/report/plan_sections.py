@@ -8,7 +8,7 @@ from penstock.plan.prediction import Candidate
 from penstock.report.document import Chart, Column, Facts, Section, Series, Table, Text, Value
 from penstock.report.scaled import scaled_bytes, scaled_seconds
 from penstock.schedule.recompute import Recompute
-from penstock.units import format_seconds
+from penstock.units import format_count, format_seconds
 
 #: With more ranks, memory is not drawn: the bars would fill several screens.
 _MAX_BAR_RANKS = 16
@@ -32,12 +32,12 @@ def plan_summary(plan: Plan) -> tuple[str, ...]:
 def _configuration(schedule: str, stages: int, micro_batches: int) -> str:
     """Return a schedule with its numbers of stages and micro-batches."""
     micro_batch_text = _count_micro_batches(micro_batches)
-    return f"{schedule} with {stages} stage{'s' * (stages != 1)} and {micro_batch_text}"
+    return f"{schedule} with {format_count(stages, 'stage')} and {micro_batch_text}"
 
 
 def _count_micro_batches(count: int) -> str:
     """Return a number of micro-batches as text."""
-    return f"{count} micro-batch{'es' * (count != 1)}"
+    return format_count(count, "micro-batch", "micro-batches")
 
 
 def plan_sections(plan: Plan) -> list[Section]:
@@ -55,7 +55,7 @@ def plan_sections(plan: Plan) -> list[Section]:
 
 
 def _plan_facts(plan: Plan) -> Facts:
-    states = f"{plan.optimizer_states:g} state{'s' * (plan.optimizer_states != 1)} per parameter"
+    states = f"{format_count(plan.optimizer_states, 'state')} per parameter"
     samples_per_s = plan.predicted.samples_per_s
     digits = 0 if samples_per_s >= 100 else 2
     items = [

@@ -182,7 +182,7 @@ class Assembly:
             )
 
     @property
-    def lives(self) -> int:
+    def optimizer_replicas(self) -> int:
         """Number of replicas of a stage that have separate optimizers."""
         stream = self.setting.schedule.stream
         if stream is None or stream.waves is None:

@@ -249,6 +249,7 @@ class BatchReader:
         if chosen:
             x, y = _pair(_read(self._inputs, [indices[position] for position in chosen]))
         else:
+            # Nothing is needed: one pair, which is read once, shows shapes and types.
             if 0 not in self._example:
                 self._example[0] = _pair(_read(self._inputs, [indices[0]]))
             x, y = self._example[0]
@@ -258,6 +259,7 @@ class BatchReader:
             """Return a function that takes rows of what was read."""
 
             def take(numbers: list[int]) -> Any:
+                # Of inputs or targets that are not needed, any row shows the form.
                 places = torch.tensor([row_of.get(number, 0) for number in numbers])
                 return map_tensors(lambda leaf: leaf[places], value)
 

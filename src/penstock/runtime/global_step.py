@@ -252,6 +252,7 @@ class GlobalStep:
             rank: transport.post(rank, UpdateMessage.NORMS.of_run, self._norms_signature)
             for rank in others
         }
+        # Added in the order of the stages, not of arrival: so the norm is the same in every run.
         by_stage = dict(zip(self._homes[0], rows, strict=True))
         for rank, arrival in arrivals.items():
             rank_nonfinite, lengths, packed = interpreter.guard(rank, arrival.wait).tensors

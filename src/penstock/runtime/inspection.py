@@ -31,7 +31,7 @@ class Inspection:
 
     setting: RunConfig
     _world: World
-    _meeting: SettingsExchange | None
+    _settings_exchange: SettingsExchange | None
     _assembly: Assembly
     _player: Player
     _stream: Streaming | None
@@ -69,7 +69,7 @@ class Inspection:
         timeline = measured_timeline(
             self._world, self.setting.schedule, self._assembly.interpreters, rows, weights
         )
-        hosts = () if self._meeting is None else tuple(self._meeting.hosts)
+        hosts = () if self._settings_exchange is None else tuple(self._settings_exchange.hosts)
         timeline = replace(timeline, hosts=hosts)
         if played is None:
             return timeline

@@ -310,6 +310,7 @@ class Interpreter:
                 self._waits_for if isinstance(self._waits_for, str) else f"rank {self._waits_for}"
             )
             return self.guard.error(error, waits_for, time.monotonic() - self._waits_since)
+        # Only an error of the op itself is this stage's failure: the others name their cause already.
         if (
             not computing
             or step is None
@@ -358,6 +359,7 @@ class Interpreter:
         if kind is Kind.B:
             result = stage.backward(batch, number, arrived)
         elif kind is Kind.I:
+            # Its W still reads the weights, and completes the gradients that are checked below.
             return stage.input_grad(batch, number, arrived)
         else:
             stage.weight_grad(batch, number)

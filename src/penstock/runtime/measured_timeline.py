@@ -70,6 +70,7 @@ def measured_timeline(
     for rank, interpreter in interpreters.items():
         table = [*_op_rows(interpreter, rows[rank], to_first_clock)]
         peak_bytes = interpreter.peak_bytes(weights.get(rank, {}))
+        # The last row of a rank, padded to the width of the others: one message carries both.
         memory = (peak_bytes, world.buffer_bytes(rank), *device_peaks(world.device(rank)), 0, 0)
         local[rank] = [torch.tensor([*table, memory], dtype=torch.float64)]
     width = len(_OpRow._fields)

@@ -8,7 +8,7 @@ from penstock.errors import PlanError, SettingError
 from penstock.model.chain import Chain
 from penstock.plan.plan import Plan
 from penstock.search.optimizer_kind import optimizer_kind
-from penstock.units import format_bytes
+from penstock.units import format_bytes, format_count
 
 
 def check_optimizer_memory(plan: Plan, description: Chain, optimizer: Optimizer) -> None:
@@ -28,6 +28,7 @@ def check_optimizer_memory(plan: Plan, description: Chain, optimizer: Optimizer)
     try:
         kind = optimizer_kind(optimizer)
     except SettingError:
+        # Its state is not known before it has stepped, so there is nothing to compare.
         return
     more_states = kind.states - plan.optimizer_states
     if more_states <= 0 or not plan.memory_limits:
@@ -35,10 +36,10 @@ def check_optimizer_memory(plan: Plan, description: Chain, optimizer: Optimizer)
     lines = _shortfalls(plan, description, more_states)
     if lines:
         planned = plan.optimizer or "SGD with momentum"
-        plural = "s" * (plan.optimizer_states != 1)
+        numbers = format_count(plan.optimizer_states, "number")
         detail = "\n  ".join(lines)
         raise PlanError(
-            f"the plan is for an optimizer that keeps {plan.optimizer_states:g} number{plural} for "
+            f"the plan is for an optimizer that keeps {numbers} for "
             f"each parameter ({planned}), and {type(optimizer).__name__} keeps {kind.states:g}:"
             f"\n  {detail}\nPlan for this optimizer: "
             f"ps.plan(…, optimizer={kind.name.lower()!r})"

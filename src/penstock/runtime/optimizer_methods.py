@@ -147,7 +147,7 @@ class Optimizing:
             SettingError: a weight rule keeps further ones.
         """
         has_more = self._stream is not None and self._stream.weights.has_more_optimizers()
-        if has_more or self._assembly.lives > 1:
+        if has_more or self._assembly.optimizer_replicas > 1:
             raise SettingError(
                 f"the optimizer's state {problem}: {self._assembly.setting.schedule.name} keeps "
                 "several copies of the weights, each with an optimizer of its own. Use save() and "

@@ -47,7 +47,7 @@ from penstock.schedule.op import Schedule
 from penstock.stage import stage_state as state
 from penstock.stage.parallel.parallelism import Parallelism
 from penstock.stage.replica_check import check_replicas
-from penstock.stage.stage import Loss, Stage
+from penstock.stage.stage import Loss
 from penstock.stage.stage_builder import Training
 from penstock.stage.training_arguments import TrainingArguments
 from penstock.stage.training_options import TrainingOptions, parse_options
@@ -149,9 +149,11 @@ class Pipeline(Optimizing, ModelState, Saving, Inspection):
         parallelism = Parallelism.of(place.mesh, training_options, self.setting, traced)
         scaling = LossScaler.of(training_options.scaler)
         self._training = training = Training(loss, optimizer, seed, training_options, parallelism)
-        self._meeting, group = next_settings_exchange(self.setting, place)
-        self.setting = place_on_hosts(self._meeting, self.setting)
-        compare_settings(self._meeting, self.chain, self.setting, training, check_data=check_data)
+        self._settings_exchange, group = next_settings_exchange(self.setting, place)
+        self.setting = place_on_hosts(self._settings_exchange, self.setting)
+        compare_settings(
+            self._settings_exchange, self.chain, self.setting, training, check_data=check_data
+        )
         self._world = world_of(self.setting, self.chain.description, place, group)
         training_options.check_compiler(self._world.device(self._world.local_ranks[0]))
         self._copies = CopyBatches.of(
@@ -160,7 +162,7 @@ class Pipeline(Optimizing, ModelState, Saving, Inspection):
         self._step = self._accumulated = 0
         self._accumulate = training_options.accumulate
         self._assembly = assemble(self.chain, self.setting, self._world, self._training)
-        compare_optimizers(self._meeting, self._assembly)
+        compare_optimizers(self._settings_exchange, self._assembly)
         self._guard = guard_for(self.chain, self._assembly)
         whole_chain, self.chain = self.chain, self._assembly.traced
         if plan is not None and optimizer is not None and parallelism is None:
@@ -185,7 +187,7 @@ class Pipeline(Optimizing, ModelState, Saving, Inspection):
         autocast_dtype = training_options.autocast_dtype
         self._preparation = Preparation(self._assembly, autocast_dtype, self._drain)
         self._preparation.begin()
-        self._busy_times = BusyTimes(self._meeting, self.setting)
+        self._busy_times = BusyTimes(self._settings_exchange, self.setting)
 
     # -- training and evaluation
 
@@ -420,10 +422,6 @@ class Pipeline(Optimizing, ModelState, Saving, Inspection):
         if self._stream is not None:
             self._stream.weights.restart()
         return incompatible_keys
-
-    @property
-    def _local_stages(self) -> list[Stage]:
-        return self._assembly.stages
 
     def close(self) -> None:
         """Close links and end threads. Raises RunError if a deferred check has failed."""

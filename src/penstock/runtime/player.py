@@ -18,7 +18,7 @@ from penstock.runtime.global_step import GlobalStep
 from penstock.runtime.streaming import Streaming
 from penstock.schedule.lower import Action, LoweredSchedule, lower
 from penstock.schedule.op import Kind, Op, Schedule
-from penstock.schedule.streaming.increments import Portions
+from penstock.schedule.streaming.increments import StreamIncrements
 from penstock.schedule.streaming.period import with_batch_count
 
 #: Number of ops before its use at which a receive is posted. With two, gloo's threads receive the
@@ -38,12 +38,12 @@ def make_stream(assembly: Assembly) -> Streaming | None:
     return Streaming(assembly, _stream_increments(assembly))
 
 
-def _stream_increments(assembly: Assembly) -> Portions:
+def _stream_increments(assembly: Assembly) -> StreamIncrements:
     """Return the programs of a stream by batch, with receives posted as in `Player`."""
     schedule = assembly.setting.schedule
     if assembly.world.receives_on_device:
-        return Portions(schedule, AHEAD_ON_DEVICE, after_dependencies=True)
-    return Portions(schedule, AHEAD)
+        return StreamIncrements(schedule, AHEAD_ON_DEVICE, after_dependencies=True)
+    return StreamIncrements(schedule, AHEAD)
 
 
 class Mode(str, Enum):

@@ -24,6 +24,7 @@ from penstock.runtime.assembly import Assembly
 from penstock.runtime.stale_guard import stale_layers
 from penstock.stage.stage_builder import Training
 from penstock.tracing.traced_chain import TracedChain
+from penstock.units import format_count
 
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]+\b")
 
@@ -74,7 +75,7 @@ def _describe_settings(
     facts = {
         "penstock": _penstock_version(),
         "torch": _minor_version(torch.__version__),
-        "ranks": f"{schedule.ranks} rank{'s' * (schedule.ranks != 1)}",
+        "ranks": format_count(schedule.ranks, "rank"),
         "layers": f"{len(traced)} layers",
         "cut": f"stages of {list(setting.lengths)} layers",
         "schedule": (

@@ -159,6 +159,7 @@ class BusyTimes:
         interpreter = interpreters[self._exchange.rank]
         if not interpreter.stages:
             return
+        # A step later: on an accelerator its times are not known before, and are not waited for.
         if self._pending is not None:
             seconds = busy_seconds(interpreter.clock, self._pending)
             if seconds is not None:
@@ -189,6 +190,7 @@ class BusyTimes:
             try:
                 self._publish(median_s)
             except RuntimeError:
+                # The store has ended with its host, and so has what reads the medians.
                 return
 
     def _publish(self, median_s: float) -> None:

@@ -29,14 +29,14 @@ class Guard:
     Attributes:
         rank: the rank of this process.
         layers: the number of layers of the model.
-        elsewhere: the names of the layers that other ranks train, by index.
+        remote_layers: the names of the layers that other ranks train, by index.
         stale: whether these have been trained since their weights here were right.
         successor: the guard of a later pipeline over the same model, which replaces this one.
     """
 
     rank: int
     layers: int
-    elsewhere: dict[int, str]
+    remote_layers: dict[int, str]
     stale: bool = False
     successor: Guard | None = None
     _handles: list[RemovableHandle] = field(default_factory=list)
@@ -70,7 +70,7 @@ class Guard:
         """
         if not self.stale:
             return
-        names = list(dict.fromkeys(self.elsewhere.values()))
+        names = list(dict.fromkeys(self.remote_layers.values()))
         examples = ", ".join(map(repr, names[:3])) + (", …" if len(names) > 3 else "")
         raise RunError(
             f"{call} of the model on rank {self.rank} would give wrong values: {len(names)} of its "
@@ -181,7 +181,7 @@ def stale_layers(traced: TracedChain) -> frozenset[int]:
     names: set[str] = set()
     for guard in guards_of(traced.roots):
         if guard.stale:
-            names.update(guard.elsewhere.values())
+            names.update(guard.remote_layers.values())
     return frozenset(index for index, layer in enumerate(traced.layers) if layer.name in names)
 
 
@@ -203,8 +203,8 @@ def guard_model(traced: TracedChain, held: Collection[int], rank: int) -> Guard 
     foreign = _foreign_layers(traced, held)
     if not foreign:
         return None
-    elsewhere = {index: traced.layers[index].name for index in foreign}
-    guard = Guard(rank, len(traced), elsewhere, stale)
+    remote_layers = {index: traced.layers[index].name for index in foreign}
+    guard = Guard(rank, len(traced), remote_layers, stale)
     for earlier in earlier_guards:
         earlier.successor = guard
     if any(getattr(module, "whole_names", False) for module in traced.modules):

@@ -21,7 +21,7 @@ from penstock.runtime.assembly import Assembly
 from penstock.runtime.interpreter import RunContext
 from penstock.runtime.stream_weights import StreamWeights
 from penstock.schedule.op import Kind, Op
-from penstock.schedule.streaming.increments import Portions
+from penstock.schedule.streaming.increments import StreamIncrements
 from penstock.schedule.streaming.period import with_batch_count
 
 
@@ -31,12 +31,12 @@ class Streaming:
 
     Attributes:
         assembly: the ranks of this process; their schedule has a stream.
-        portions: the ops that each rank runs when a batch is fed.
+        increments: the ops that each rank runs when a batch is fed.
         ready: steps and losses of completed batches, in order, until they are taken.
     """
 
     assembly: Assembly
-    portions: Portions
+    increments: StreamIncrements
     ready: deque[tuple[int, Tensor]] = field(default_factory=deque)
     _fed: int = 0
     _done: int = 0
@@ -50,7 +50,7 @@ class Streaming:
         self.interpreters = self.assembly.interpreters
         self.weights = StreamWeights(self.assembly)
         self._in_flight = BatchesInFlight(self.schedule.micro_batches)
-        period_batches = self.portions.period.batches
+        period_batches = self.increments.period.batches
         one_period = with_batch_count(self.schedule, period_batches)
         losses = device_losses(self.world)
         self._losses: StreamLosses | DeviceStreamLosses = (
@@ -84,7 +84,7 @@ class Streaming:
         self._losses.expect(index, batch)
         self.world.run(lambda rank: self._play(rank, index))
         self._fed += 1
-        self._collect(self.portions.completed_batches(index))
+        self._collect(self.increments.completed_batches(index))
         self._broken = False
         if batch.step < self.assembly.setting.weights_options.get("warm_up", 0):
             self.flush()
@@ -136,7 +136,7 @@ class Streaming:
             By rank, pairs of an op numbered as if these batches had been the first, and the op as
             it was run.
         """
-        period = self.portions.period
+        period = self.increments.period
         loops = max(0, self._done - self.schedule.batches) // period.batches
         first = loops * period.batches
         if self._done <= first:
@@ -171,11 +171,11 @@ class Streaming:
     def _play(self, rank: int, index: int) -> None:
         """Run a rank's ops for batch `index`."""
         interpreter = self.interpreters[rank]
-        interpreter.run_actions(self.portions.increment(rank, index), self._context(rank))
+        interpreter.run_actions(self.increments.increment(rank, index), self._context(rank))
         # With what has been sent by now, every rank can complete its increment, and receive the
         # messages of completed batches: so waiting for these sends cannot block for ever.
         interpreter.release(
-            (self.portions.completed_batches(index) - 1) * self.schedule.micro_batches
+            (self.increments.completed_batches(index) - 1) * self.schedule.micro_batches
         )
         marks = interpreter.marks
         for op in list(islice(marks, max(0, len(marks) - self._most_marks[rank]))):
@@ -185,7 +185,7 @@ class Streaming:
     def _drain(self, rank: int) -> None:
         """Run a rank's remaining ops, and bring all replicas to the same weights."""
         interpreter = self.interpreters[rank]
-        interpreter.run_actions(self.portions.remainder(rank, self._fed), self._context(rank))
+        interpreter.run_actions(self.increments.remainder(rank, self._fed), self._context(rank))
         self.weights.drain(rank)
         for replicas in self.assembly.wave_replicas[rank].values():
             replicas.share_weights()

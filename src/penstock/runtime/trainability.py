@@ -38,7 +38,7 @@ class Trainability:
     traced: InitVar[TracedChain]
     epoch: int = 0
     _holders: dict[str, list[nn.Parameter]] = field(default_factory=dict)
-    _elsewhere: dict[str, weakref.ref[nn.Parameter]] = field(default_factory=dict)
+    _remote_parameters: dict[str, weakref.ref[nn.Parameter]] = field(default_factory=dict)
 
     def __post_init__(self, traced: TracedChain) -> None:
         for stage in self.assembly.stages:
@@ -50,23 +50,23 @@ class Trainability:
             if name in self._holders:
                 self._add(name, parameter)
             else:
-                self._elsewhere.setdefault(name, weakref.ref(parameter))
+                self._remote_parameters.setdefault(name, weakref.ref(parameter))
         self._watched = [parameter for holders in self._holders.values() for parameter in holders]
         self._flags = [parameter.requires_grad for parameter in self._watched]
-        self._flags_elsewhere = self._read_elsewhere()
-        self._frozen_elsewhere = {
+        self._remote_flags = self._read_remote_flags()
+        self._remote_frozen = {
             name
-            for name, trains in zip(self._elsewhere, self._flags_elsewhere, strict=True)
+            for name, trains in zip(self._remote_parameters, self._remote_flags, strict=True)
             if trains is False
         }
 
-    def _read_elsewhere(self) -> list[bool | None]:
+    def _read_remote_flags(self) -> list[bool | None]:
         """Return the requires_grad flags of parameters of other processes' stages.
 
         The user's model has them too; None once such a parameter is gone.
         """
         flags: list[bool | None] = []
-        for reference in self._elsewhere.values():
+        for reference in self._remote_parameters.values():
             parameter = reference()
             flags.append(None if parameter is None else parameter.requires_grad)
         return flags
@@ -92,10 +92,10 @@ class Trainability:
                 share the layers of a stage.
         """
         flags = [parameter.requires_grad for parameter in self._watched]
-        elsewhere = self._read_elsewhere()
-        if flags == self._flags and elsewhere == self._flags_elsewhere:
+        remote_flags = self._read_remote_flags()
+        if flags == self._flags and remote_flags == self._remote_flags:
             return
-        rows = zip(self._elsewhere, elsewhere, self._flags_elsewhere, strict=True)
+        rows = zip(self._remote_parameters, remote_flags, self._remote_flags, strict=True)
         changed = [
             (name, trains)
             for name, trains, trained in rows
@@ -107,9 +107,9 @@ class Trainability:
             )
         # All processes refuse together what one of them cannot do.
         self._check_stream(
-            [name for name, trains in changed if trains and name in self._frozen_elsewhere]
+            [name for name, trains in changed if trains and name in self._remote_frozen]
         )
-        self._flags_elsewhere = elsewhere
+        self._remote_flags = remote_flags
         if flags != self._flags:
             self._copy_flags()
         elif not changed:  # parameters that nothing refers to any more

@@ -218,11 +218,16 @@ class _Builder:
         first_consumer = self._inverse(self.first_input)
         second_consumer = self._inverse(self.second_input)
         after = np.arange(1, len(ops) + 1, dtype=np.int32)
-        after[ops.first[1:][np.diff(ops.first) > 0] - 1] = -1
+        has_ops = np.diff(ops.first) > 0
+        last_of_rank = ops.first[1:][has_ops] - 1
+        after[last_of_rank] = -1
+        # The second op of a pair does not come after the first: both precede the op after the pair.
         after[self.pairs] = after[self.pairs + 1]
+        # An op waits for its inputs, and for what precedes it on its rank.
         pending = (self.first_input >= 0).astype(np.int32) + (self.second_input >= 0)
         pending += np.bincount(after[after >= 0], minlength=len(ops)).astype(np.int32)
         next_replica = self._add_waves(first_consumer, pending)
+        # A group starts when no member waits any more, which its leader counts for all.
         followers = np.flatnonzero(leader != np.arange(len(ops)))
         np.add.at(pending, leader[followers], pending[followers])
         graph = OpGraph(

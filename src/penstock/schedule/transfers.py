@@ -89,6 +89,7 @@ def transfer_findings(schedule: Schedule, lowered: LoweredSchedule) -> list[Find
             consumer = schedule.programs[link.target][consumer_index]
             expected[message] = _Expected(link, producer, consumer)
     except ScheduleError:
+        # The schedule itself is invalid, which its own checks report.
         return []
     located: dict[tuple[Direction, Message], list[_Located]] = defaultdict(list)
     for rank, program in enumerate(lowered.programs):

@@ -41,6 +41,8 @@ def best_plan(request: PlanRequest, proposals: Iterable[Proposal]) -> Plan:
         try:
             variants = evaluate(instantiate(request, proposal), cutoff_s)
         except (ScheduleError, PlanError) as error:
+            # An impossible proposal is not an error of the search: the reasons are shown if nothing
+            # fits.
             rejected[str(error)] = None
             continue
         for variant in variants:

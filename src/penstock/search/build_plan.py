@@ -54,6 +54,7 @@ def build_plan(
     others = [candidate for candidate in candidates if candidate is not chosen]
     table = [chosen, *others][:ROWS]
     devices = proposal.devices[: schedule.ranks]
+    # Left out, so that plans with rank r on device r are equal however they were made.
     if devices == tuple(range(schedule.ranks)):
         devices = ()
     return Plan(

@@ -77,6 +77,7 @@ def compare(
         try:
             plan = replace(PLANNERS.find(name).make(request), planner=name)
         except PenstockError as error:
+            # A planner that refuses the request has a row of the comparison too.
             refusal = str(error)
         results.append(PlannerResult(name, plan, refusal, time.perf_counter() - start))
     return tuple(sorted(results, key=lambda result: (result.step_s, result.planner)))

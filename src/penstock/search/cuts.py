@@ -101,6 +101,7 @@ def _balance_stages(
     """
     cluster, stages, layers = request.cluster, len(places), len(request.profile)
     micro_batch = request.batch / micro_batches
+    # Ranks of one kind share a profile object.
     profiles = {id(profile): profile for profile in map(request.profile_of, places)}
     rows = {key: profile.step_seconds(micro_batch) for key, profile in profiles.items()}
     seconds = np.array([rows[id(request.profile_of(rank))] for rank in places])

@@ -16,7 +16,7 @@ from dataclasses import replace
 from penstock.cluster.groups import group_devices
 from penstock.errors import ClusterError, PenstockError, PlanError
 from penstock.plan.plan import Plan
-from penstock.plan.sharding import Sharding, ShardingOptions
+from penstock.plan.sharding import ZERO_LEVELS, Sharding, ShardingOptions
 from penstock.profile.profile import Profile
 from penstock.schedule.catalogue import ScheduleFacts
 from penstock.search.build_plan import ROWS, build_plan
@@ -35,7 +35,6 @@ from penstock.search.request import PlanRequest
 from penstock.search.search_space import Configuration, SearchSpace
 from penstock.search.shapes import Shape
 from penstock.simulate.plan_costs import width_profile
-from penstock.simulate.zero import LEVELS
 
 #: Schedules that are tried where none is named: those that Megatron and torchtitan run.
 SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-v")
@@ -79,7 +78,7 @@ def group_requests(request: PlanRequest, options: ShardingOptions) -> list[PlanR
         if parallel and count == 1:
             reasons.append("sequence parallelism needs tensor_parallel of 2 or more")
             continue
-        for level in LEVELS if options.zero is None else (options.zero,):
+        for level in ZERO_LEVELS if options.zero is None else (options.zero,):
             sharding = Sharding(count, parallel, level)
             try:
                 shared = width_profile(profile, sharding)
@@ -87,6 +86,7 @@ def group_requests(request: PlanRequest, options: ShardingOptions) -> list[PlanR
             except (PlanError, ClusterError) as error:
                 reasons.append(str(error))
                 continue
+            # From here on a group is a device: its profile has one width.
             single = replace(shared, widths=())
             requests.append(replace(request, profiles=single, cluster=cluster, sharding=sharding))
     if not requests:
@@ -274,15 +274,16 @@ def best_zero_level(request: PlanRequest, planner: Callable[[PlanRequest], Plan]
         PlanError: nothing fits at any level; the message is that of the highest.
     """
     # A part each, so that all levels together take as long as one search.
-    budget_s = request.budget_s / len(LEVELS)
+    budget_s = request.budget_s / len(ZERO_LEVELS)
     plans = []
-    for level in LEVELS:
+    for level in ZERO_LEVELS:
         sharding = replace(request.sharding, zero=level)
         options = replace(request.sharding_options, zero=level)
         fixed = replace(request, sharding=sharding, sharding_options=options, budget_s=budget_s)
         try:
             plans.append(planner(fixed))
         except PlanError as error:
+            # Another level of ZeRO may fit: the refusal counts only if none does.
             refusal = error
     if not plans:
         raise refusal

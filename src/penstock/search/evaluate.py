@@ -37,6 +37,7 @@ def evaluate(placed: PlacedSchedule, cutoff_s: float = math.inf) -> list[Evaluat
         try:
             variants += _variants(placed, Recompute.SELECTIVE, COARSE, cutoff_s)
         except Infeasible:
+            # Any selection that fits is slower than the cutoff.
             return variants
         variants += _variants(placed, Recompute.EXCEPT_LAST)
         # `always` recomputes the last micro-batch as well: less memory than except_last, and more

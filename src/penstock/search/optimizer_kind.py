@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, final
 
-from penstock.errors import SettingError
+from penstock.errors import SettingError, did_you_mean
 
 #: Names of torch's optimizers: (name of the class, numbers that it keeps per parameter with its
 #: default options).
@@ -93,8 +92,7 @@ def _named(name: str) -> OptimizerKind:
     """Return the kind of an optimizer from its name, in upper or lower case."""
     class_and_states = _STATES.get(name.lower())
     if class_and_states is None:
-        close = difflib.get_close_matches(name.lower(), _STATES, n=1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
+        hint = did_you_mean(name.lower(), _STATES)
         raise SettingError(
             f"how much memory optimizer {name!r} takes is not known.{hint} Known: "
             f"{', '.join(_STATES)}; or give how many numbers it keeps for each parameter, such as "
@@ -161,6 +159,7 @@ def _of_factory(make: Callable[..., Any]) -> OptimizerKind:
     try:
         optimizer = make([parameter])
         parameter.grad = torch.zeros_like(parameter)
+        # torch's SparseAdam refuses dense gradients.
         if "Sparse" in type(optimizer).__name__:
             parameter.grad = parameter.grad.to_sparse()
         optimizer.step()

@@ -250,6 +250,8 @@ class PlanSearch:
                     return None
             candidate = self._simulate(instantiate(self.request, proposal), force)
         except (ScheduleError, PlanError, SettingError) as error:
+            # What cannot be placed or simulated is left out of the candidates, and its reason is
+            # reported.
             self.reject(str(error))
             return None
         if candidate is not None:
@@ -267,6 +269,7 @@ class PlanSearch:
         self.evaluated += 1
         variants = evaluate(placed, math.inf if force or not self.feasible else self.cutoff_s)
         self.infeasible += [variant for variant in variants if variant.memory_shortfall]
+        # The last variant is the one that fits, if any does: see `evaluate`.
         candidate = variants[-1]
         if candidate.memory_shortfall:
             return None

@@ -243,6 +243,7 @@ class SearchSpace:
             nonzero = reference > 0
             rate = 0.0
             for rank, seconds in zip(kinds, layer_seconds, strict=True):
+                # A layer that takes no time on this kind counts as very fast, which a bound may do.
                 speed_ups = reference[nonzero] / np.maximum(seconds[nonzero], 1e-300)
                 devices = counts[id(self.request.profile_of(rank))]
                 rate += devices * float(np.max(speed_ups, initial=0.0))
@@ -252,6 +253,7 @@ class SearchSpace:
     def _kinds(self, ranks: Sequence[int]) -> list[int]:
         """Return the first of these ranks with each profile."""
         first_of: dict[int, int] = {}
+        # From the last rank on, so that the first with a profile is what stays.
         for rank in reversed(ranks):
             first_of[id(self.request.profile_of(rank))] = rank
         return list(first_of.values())[::-1]
@@ -264,6 +266,7 @@ class SearchSpace:
             id(self.request.profile_of(rank)): float(self._seconds(rank, micro_batches)[:2].sum())
             for rank in kinds
         }
+        # As if every device ran a share of each micro-batch in proportion to its speed.
         even_s = 0.0
         if all(model_s.values()):
             even_s = 1 / sum(1 / model_s[id(self.request.profile_of(rank))] for rank in shape.first)

@@ -78,6 +78,7 @@ def placements(request: PlanRequest) -> list[Shape]:
         for devices in permutations(range(cluster.ranks), used):
             for pipelines in range(1, min(most, used) + 1):
                 ranks = used // pipelines
+                # Pipelines are interchangeable: only in the order of their first devices.
                 is_sorted = all(a < b for a, b in pairwise(devices[::ranks]))
                 if used % pipelines or ranks > len(request.profile) or not is_sorted:
                     continue

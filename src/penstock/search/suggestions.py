@@ -121,6 +121,7 @@ def _twice_the_batch(request: PlanRequest, chosen: Evaluated) -> list[Remedy]:
     try:
         placed = instantiate(larger, proposal).with_selective_recompute(chosen.placed.selection)
     except PenstockError:
+        # A suggestion is an addition to the plan: one that cannot be evaluated is left out.
         return []
     seconds = steady(placed.schedule, placed.costs, chosen.recompute).seconds_per_batch / 2
     return [Remedy("twice the batch (time for as many samples)", seconds)]
@@ -152,5 +153,6 @@ def _one_more_rank(request: PlanRequest, chosen: Evaluated) -> list[Remedy]:
                 break
             search.evaluate_configuration(configuration)
     except PenstockError:
+        # As above: left out.
         return []
     return [Remedy(f"one rank more (with {name})", search.best_s)] if search.feasible else []

@@ -181,7 +181,7 @@ class QueueReader(Generic[LayoutT]):
                     queue.append(entry)
             elif name == _LAYOUT:
                 self._read_layout(self._slot(place), layout)
-            else:
+            else:  # the block is read to its end, and the sequence goes on in the next
                 block.free()
                 block = self._block = self._slot(place)
                 words, self._offset = block.words, block.start

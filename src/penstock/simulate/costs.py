@@ -166,6 +166,14 @@ class Costs:
                 check_amount(name, value)
         self._check_links()
         self._check_parts()
+        if self.bytes_of_ranks is not None:
+            rows = tuple(map(tuple, self.bytes_of_ranks))
+            if any(len(row) != 3 for row in rows):
+                raise SettingError(
+                    "costs: bytes_of_ranks has rows of other than 3 numbers; give every rank its "
+                    "bytes of weights, gradients and optimizer state"
+                )
+            object.__setattr__(self, "bytes_of_ranks", rows)
 
     def _check_links(self) -> None:
         """Raise an error if the fields of links contradict each other."""

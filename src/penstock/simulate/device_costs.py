@@ -31,6 +31,7 @@ def on_devices(
         lengths: layers in every stage.
         micro_batch: samples in the mean micro-batch.
     """
+    # By identity: to compare profiles would be to compare all their layers.
     kinds = [id(profile) for profile in profiles]
     if len(set(kinds)) == 1:
         return costs

@@ -123,11 +123,17 @@ def weight_bytes_of_ranks(tables: Tables) -> Array:
     """Return the bytes of weights, gradients and optimizer state, shape (ranks, 3).
 
     Raises:
-        SettingError: gradients and optimizer state are more than `weight_bytes`.
+        SettingError: gradients and optimizer state are more than `weight_bytes`, or the bytes of
+            ranks are those of another number of ranks.
     """
-    if tables.bytes_of_ranks is not None:
-        return np.array(tables.bytes_of_ranks)
     dependencies, amounts = tables.dependencies, tables.amounts
+    if tables.bytes_of_ranks is not None:
+        if len(tables.bytes_of_ranks) != dependencies.ranks:
+            raise SettingError(
+                f"costs: bytes_of_ranks has {len(tables.bytes_of_ranks)} rows for the "
+                f"{dependencies.ranks} ranks of {dependencies.name}; give one row per rank"
+            )
+        return np.array(tables.bytes_of_ranks)
     stages = dependencies.stages
     total, gradients, optimizer = (
         np.broadcast_to(amounts.get_or(name)[0, :, 0], stages)

@@ -363,12 +363,9 @@ def with_plan_zero(
     """
     if schedule.stream is not None:
         raise PlanError(f"zero is for synchronous schedules, and {schedule.name} is asynchronous")
-    # Level 1 runs here, without buckets; the others are of devices that sum without further copies.
-    factors = []
-    for ranks, count in zip(schedule.ranks_of_stage, sum_copies(schedule, cluster), strict=True):
-        gradient_copies = 0 if zero > 1 or in_buckets(ranks, cluster) else count
-        factors.append((1 + gradient_copies) / (1 + count) - 1)
-    costs = _with_gradient_copies(costs, schedule, factors)
+    copies = sum_copies(schedule, cluster)
+    # The sum is of the gradients alone: the copies that replicas store for it are counted later.
+    costs = _with_gradient_copies(costs, schedule, [1 / (1 + count) - 1 for count in copies])
     updates = costs.spread("update", schedule.stages) or (0.0,) * schedule.stages
     gradients = costs.spread("gradient_bytes", schedule.stages) or (0.0,) * schedule.stages
     alone = []
@@ -378,7 +375,13 @@ def with_plan_zero(
     holders = schedule.ranks_of_stage
     stored = StoredParameters(profile, lengths, holders, zero)
     shares = stored.largest_shares()
-    return stored.add_to(with_zero(without_sync, holders, cluster, lengths, zero, shares))
+    shared = with_zero(without_sync, holders, cluster, lengths, zero, shares)
+    # Level 1 runs here, without buckets; the others are of devices that sum without further copies.
+    further = [
+        0 if zero > 1 or in_buckets(ranks, cluster) else count
+        for ranks, count in zip(holders, copies, strict=True)
+    ]
+    return stored.add_to(_with_gradient_copies(shared, schedule, further))
 
 
 def schedule_costs(

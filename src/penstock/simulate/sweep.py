@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import cast
 
@@ -125,18 +125,25 @@ def _batches(
         tables = Tables(dependencies, amounts, mode.recompute)
         yield np.arange(amounts.vectors), _Batch(tables, mode, links, network, buffers)
         return
+    # Tables are built once for all vectors that have the same fields.
     positions_of: dict[tuple[object, ...], list[int]] = {}
     for position, vector in enumerate(costs):
         missing = [getattr(vector, name) is None for name in FIELDS]
-        form = (vector.links, vector.network, vector.boundary_buffers, *missing)
+        form = (
+            vector.links,
+            vector.network,
+            vector.boundary_buffers,
+            vector.bytes_of_ranks,
+            *missing,
+        )
         positions_of.setdefault(form, []).append(position)
     if not positions_of:
         raise SettingError("simulate_many needs at least one Costs")
     for positions in positions_of.values():
         vectors = [costs[position] for position in positions]
         amounts = with_stream_memory(Amounts.of(vectors, stages, numbers), schedule)
-        tables = Tables(dependencies, amounts, mode.recompute)
         first = vectors[0]
+        tables = Tables(dependencies, amounts, mode.recompute, first.bytes_of_ranks)
         batch = _Batch(tables, mode, first.links, first.network, first.boundary_buffers)
         yield np.array(positions), batch
 
@@ -197,7 +204,7 @@ class _Batch:
             return np.broadcast_to(peaks_in_order(tables), (amounts.vectors, ranks))
         rows = []
         for number in range(amounts.vectors):
-            vector = Tables(tables.dependencies, amounts.vector(number), tables.recompute)
+            vector = replace(tables, amounts=amounts.vector(number))
             rows.append(self._timed_peaks(vector) if depends_on_times else peaks_in_order(vector))
         return np.array(rows, np.int64).reshape(amounts.vectors, ranks)
 

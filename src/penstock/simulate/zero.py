@@ -21,11 +21,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from penstock.cluster.cluster import Cluster
-from penstock.errors import PlanError
+from penstock.plan.sharding import check_zero
 from penstock.simulate.costs import Costs
 from penstock.simulate.gradient_sync import all_reduce_seconds
-
-LEVELS = (0, 1, 2, 3)
 
 
 def with_zero(
@@ -50,8 +48,7 @@ def with_zero(
     Raises:
         PlanError: there is no such level.
     """
-    if zero not in LEVELS:
-        raise PlanError(f"zero is {zero!r}; its levels are 0, 1, 2 and 3")
+    check_zero(zero)
     stages = len(lengths)
     gradients = costs.spread("gradient_bytes", stages) or (0.0,) * stages
     sync_s = [
@@ -61,6 +58,7 @@ def with_zero(
     update = costs.spread("update", stages) or (0.0,) * stages
     counts = [len(ranks) if zero else 1 for ranks in replicas]
     shares = [1 / count for count in counts] if largest_shares is None else largest_shares
+    # By level, the part of the all-reduce that is left at the update; see the table above.
     at_update = (1.0, 1.0, 0.5, 0.0)[zero]
     shared = replace(
         costs,

@@ -88,8 +88,12 @@ class GraphBuilder:
             inputs: the inputs of the stage, as leaves.
             slice_state: state of earlier slices of the same sequences.
         """
+        # The watch may replace inputs that the layers change in place by copies, so the layers get
+        # those of the watch.
         watch = self.in_place.watch([inputs], training=batch.training)
         value = watch.inputs[0].value()
+        # The sum of the side losses of earlier stages travels with the activations: the last stage
+        # reports the loss, which includes them.
         earlier_side: Tensor | None = None
         if type(value) is dict and SIDE_LOSS in value:
             earlier_side, value = value[SIDE_LOSS], value["value"]
@@ -102,6 +106,8 @@ class GraphBuilder:
             if self.reach is not None and batch.training:
                 self.reach.check_output(self.form(batch, micro_batch), value)
             all_sides = sides if earlier_side is None else [earlier_side.to(self._device), *sides]
+            # Only a number of the side losses goes forward, without a graph: the backward of each
+            # starts on the stage of its layer.
             loss_roots = [side for side in sides if side.requires_grad] if batch.training else []
             if self.loss is None:
                 output = Payload.of(

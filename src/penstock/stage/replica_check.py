@@ -276,18 +276,18 @@ class _ObservedLayers:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._layers, name)
 
-    def run(self, batch: Batch, micro_batch: int, value: Any, past: SliceState) -> Any:
+    def run(self, batch: Batch, micro_batch: int, value: Any, slice_state: SliceState) -> Any:
         """Run the layers, see `StageLayers.run`.
 
         Raises:
             SettingError: the forward reads state that forwards change.
         """
         if not batch.training:
-            return self._layers.run(batch, micro_batch, value, past)
+            return self._layers.run(batch, micro_batch, value, slice_state)
         if self._steady is None:
-            return self._observed_run(batch, micro_batch, value, past)
+            return self._observed_run(batch, micro_batch, value, slice_state)
         before = [(id(holder[key]), holder[key]._version) for _, holder, key in self._steady]
-        output = self._layers.run(batch, micro_batch, value, past)
+        output = self._layers.run(batch, micro_batch, value, slice_state)
         after = [(id(holder[key]), holder[key]._version) for _, holder, key in self._steady]
         if before != after:
             names = [name for name, _, _ in self._steady]
@@ -301,7 +301,9 @@ class _ObservedLayers:
             )
         return output
 
-    def _observed_run(self, batch: Batch, micro_batch: int, value: Any, past: SliceState) -> Any:
+    def _observed_run(
+        self, batch: Batch, micro_batch: int, value: Any, slice_state: SliceState
+    ) -> Any:
         """Run the first micro-batch and record which state the forward reads and changes.
 
         Raises:
@@ -314,12 +316,13 @@ class _ObservedLayers:
                 prefix=prefix_of(layer.name, layer.module)
             )
         )
+        # The forward may write into its inputs, which a second run needs as they were.
         inputs = map_tensors(Tensor.clone, value)
 
         def run() -> tuple[Any, list[Tensor]]:
             """Run the forward; return its output and the state for the next slice."""
-            output = self._layers.run(batch, micro_batch, value, past)
-            return output, tensors_of(past.outgoing)
+            output = self._layers.run(batch, micro_batch, value, slice_state)
+            return output, tensors_of(slice_state.outgoing)
 
         def again() -> Any:
             """Run the forward on a copy of the same inputs."""

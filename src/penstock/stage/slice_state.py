@@ -97,9 +97,9 @@ class SliceState:
         ]
 
 
-def tensors_of(past: dict[int, Any]) -> list[Tensor]:
+def tensors_of(state: dict[int, Any]) -> list[Tensor]:
     """Return all tensors of a state, in an order that depends on its structure alone."""
-    return [leaf for leaf in pytree.tree_leaves(past) if isinstance(leaf, Tensor)]
+    return [leaf for leaf in pytree.tree_leaves(state) if isinstance(leaf, Tensor)]
 
 
 @dataclass

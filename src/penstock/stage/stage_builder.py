@@ -106,6 +106,7 @@ class StageBuilder:
         indices = self.setting.schedule.stages_of_rank[rank]
         layers = [layer for index in indices for layer in range(*self._bounds[index])]
         modules = dict(zip(layers, self._modules(rank, indices, layers), strict=True))
+        # Before the tensors are listed below: sharing a layer replaces its parameters.
         parallelism = self.training.parallelism
         if parallelism is not None:
             for index in indices:

@@ -132,14 +132,15 @@ class StageLayers:
         for layer in self.layers:
             yield from layer.module.modules()
 
-    def run(self, batch: Batch, micro_batch: int, value: Any, past: SliceState) -> Any:
+    def run(self, batch: Batch, micro_batch: int, value: Any, slice_state: SliceState) -> Any:
         """Run the layers.
 
         Args:
             batch: the batch.
             micro_batch: number of the micro-batch or slice.
             value: the input of the stage.
-            past: state of earlier slices of the same sequences; the layers' state is added to it.
+            slice_state: state of earlier slices of the same sequences; that of the layers is added
+                to it.
 
         Returns:
             The output of the stage.
@@ -150,8 +151,8 @@ class StageLayers:
             return value
         if self.offload and torch.is_grad_enabled():
             with offloading(self.weights(), share=self.offload):
-                return self._run_with_boundaries(batch, micro_batch, value, past)
-        return self._run_with_boundaries(batch, micro_batch, value, past)
+                return self._run_with_boundaries(batch, micro_batch, value, slice_state)
+        return self._run_with_boundaries(batch, micro_batch, value, slice_state)
 
     @contextmanager
     def evaluation_mode(self) -> Iterator[None]:
@@ -180,7 +181,7 @@ class StageLayers:
         )
 
     def _run_with_boundaries(
-        self, batch: Batch, micro_batch: int, value: Any, past: SliceState
+        self, batch: Batch, micro_batch: int, value: Any, slice_state: SliceState
     ) -> Any:
         """Run the layers between `entry` and `exit`. Arguments as for `run`."""
         if self.entry is not None:
@@ -189,10 +190,12 @@ class StageLayers:
             for call in self._calls:
                 value = call(value)
         else:
-            value = self._run_parts(batch, micro_batch, value, past)
+            value = self._run_parts(batch, micro_batch, value, slice_state)
         return value if self.exit is None else self.exit(value)
 
-    def _run_parts(self, batch: Batch, micro_batch: int, value: Any, past: SliceState) -> Any:
+    def _run_parts(
+        self, batch: Batch, micro_batch: int, value: Any, slice_state: SliceState
+    ) -> Any:
         """Run the layers with random streams, slice state and recompute. Arguments as for `run`."""
         draws, place = self.draws, Place(batch, micro_batch)
         forward = True
@@ -200,7 +203,7 @@ class StageLayers:
         def call(part: _Part, value: Any) -> Any:
             run = part.call
             if part.slice_state and batch.cuts_tokens:
-                run = partial(past.run, part.index, part.name, part.module)
+                run = partial(slice_state.run, part.index, part.name, part.module)
             method = draws.call if forward else draws.call_again
             return method(part, place, run, value)
 

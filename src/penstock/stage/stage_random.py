@@ -370,6 +370,8 @@ class StageDraws:
         Raises:
             RunError: a layer has drawn, and `weights_only`.
         """
+        # The states of Python's and NumPy's generators take about 50 µs (`host_random`), so they are
+        # saved only for the first backwards, and for all if one of these has drawn from them.
         observing = self._backwards_to_observe > 0
         self._backwards_to_observe -= observing
         host = observing or self._backward_changes_states

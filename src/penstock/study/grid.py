@@ -109,6 +109,7 @@ class Grid:
                 cells += [self._cell(combination, seed) for seed in range(repetitions)]
         if not cells:
             raise SettingError(f"{self.source}: every combination is excluded")
+        self._check_models(cells)
         return list(dict.fromkeys(cells))
 
     def _cell(self, combination: Mapping[str, Any], repetition: int) -> Cell:
@@ -152,6 +153,20 @@ class Grid:
                 f"{', '.join(_AXES)}"
             )
         self._check_size()
+
+    def _check_models(self, cells: Sequence[Cell]) -> None:
+        """Refuse options that a model does not take, by making every model once without memory.
+
+        Raises:
+            SettingError: an option is unknown to its model, or its value is invalid.
+        """
+        from penstock.zoo.catalogue import model
+
+        for name, values in dict.fromkeys((cell.model, cell.model_options) for cell in cells):
+            try:
+                model(name, device="meta", **dict(values))
+            except SettingError as error:
+                raise SettingError(f"{self.source}: model_options: {error}") from error
 
     def _check_schedules(self, chosen: Sequence[System]) -> None:
         """Reject schedules that none of the chosen systems has."""

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from penstock.compiled import compiled
-from penstock.synthesis.arrays import Encoding, Floats, Ints, Spec, Workspace
+from penstock.synthesis.arrays import B, Encoding, F, Floats, I, Ints, Spec, W, Workspace
 from penstock.synthesis.evaluate import evaluate, is_valid
 
 
@@ -132,6 +132,7 @@ def _try_move(
     rank, place = path[index] // length, path[index] % length
     if settings.may_split[0] == 1 and random_unit(settings.rng_state) < 0.15:
         return _split_or_join(encoding, rank, place, random_unit(settings.rng_state) < 0.5)
+    # The block of the op: `path` goes backwards in time, so its places fall by one from op to op.
     low = high = place
     i = index + 1
     while i < count and path[i] == path[i - 1] - 1 and low > 0:
@@ -141,6 +142,7 @@ def _try_move(
     while i >= 0 and path[i] == path[i + 1] + 1 and high < encoding.lengths[rank] - 1:
         high += 1
         i -= 1
+    # Half of the moves go to an end of the block; the others, of up to 4 places, explore.
     rng = random_unit(settings.rng_state)
     if rng < 0.25:
         target = low
@@ -173,24 +175,26 @@ def _split_or_join(encoding: Encoding, rank: int, place: int, early: bool) -> bo
     """
     codes, size = encoding.codes, encoding.lengths[rank]
     copy, kind = codes[rank, place] >> 2, codes[rank, place] & 3
-    if kind == 0:
+    if kind == F:
         return False
-    if kind == 3:
+    if kind == B:
         for i in range(size, place + 1, -1):
             codes[rank, i] = codes[rank, i - 1]
-        codes[rank, place], codes[rank, place + 1] = 4 * copy + 1, 4 * copy + 2
+        codes[rank, place], codes[rank, place + 1] = 4 * copy + I, 4 * copy + W
         encoding.lengths[rank] = size + 1
         return True
+    # Codes have no micro-batch: the other half of the k-th I is the k-th W, and the other way round.
+    other_kind = W if kind == I else I
     turn, other = 0, -1
     for i in range(place):
         turn += codes[rank, i] == codes[rank, place]
     for i in range(size):
-        if codes[rank, i] == 4 * copy + (3 - kind):
+        if codes[rank, i] == 4 * copy + other_kind:
             if turn == 0:
                 other = i
             turn -= 1
     first, second = min(place, other), max(place, other)
-    codes[rank, first if early else second] = 4 * copy + 3
+    codes[rank, first if early else second] = 4 * copy + B
     for i in range(second if early else first, size - 1):
         codes[rank, i] = codes[rank, i + 1]
     encoding.lengths[rank] = size - 1

@@ -295,11 +295,11 @@ def _places(values: Sequence[int], value: int) -> list[int]:
 def preemptive(jobs: Iterable[Job]) -> float:
     """Return the least seconds of one preemptive machine with heads and tails: Jackson's rule.
 
-
     >>> preemptive([(0, 3, 5), (1, 2, 9), (4, 1, 0)])
     12
     """
     waiting = sorted((job for job in jobs if job[1] > 0), reverse=True)
+    # Of the jobs that have arrived the one with the longest tail runs: tails are negative in the heap.
     ready: list[tuple[float, float]] = []
     now = most = 0.0
     while waiting or ready:
@@ -313,7 +313,7 @@ def preemptive(jobs: Iterable[Job]) -> float:
         if now + seconds <= pause:
             now += seconds
             most = max(most, now - tail)
-        else:
+        else:  # interrupted by the next job to arrive, which may have a longer tail
             heapq.heappush(ready, (tail, seconds - (pause - now)))
             now = pause
     return most

@@ -8,7 +8,17 @@ counting; the tests compare both.
 from __future__ import annotations
 
 from penstock.compiled import compiled
-from penstock.synthesis.arrays import HOLD, UP, UPDATE, Encoding, Floats, Spec, Workspace
+from penstock.synthesis.arrays import (
+    HOLD,
+    UP,
+    UPDATE,
+    Encoding,
+    F,
+    Floats,
+    Spec,
+    W,
+    Workspace,
+)
 
 
 @compiled
@@ -38,10 +48,10 @@ def evaluate(spec: Spec, encoding: Encoding, work: Workspace) -> float:
         place, free = turn[rank, 0], clock[rank]
         while place < lengths[rank]:
             copy, kind = codes[rank, place] >> 2, codes[rank, place] & 3
-            way = 0 if kind == 0 else 1  # down the route with forwards, up with backwards
+            way = 0 if kind == F else 1  # down the route with forwards, up with backwards
             op = rank * length + place
             begin, why, k = free, op - 1 if place else -1, done[copy, way]
-            if kind != 2:
+            if kind != W:  # a W takes no message
                 arrived = arrive[way, copy, k]
                 if arrived < 0.0:
                     break  # the message will queue this rank again
@@ -53,9 +63,9 @@ def evaluate(spec: Spec, encoding: Encoding, work: Workspace) -> float:
             start[rank, place], cause[rank, place] = begin, why
             free = clock[rank] = begin + cost[copy, kind]
             place += 1
-            if kind >= 2:
+            if kind >= W:  # W or B
                 done[copy, 2] += 1
-            taker = copies[copy, 1 + way] if kind != 2 else -1
+            taker = copies[copy, 1 + way] if kind != W else -1
             if taker < 0:
                 continue
             target, end = copies[taker, 0], free
@@ -148,17 +158,19 @@ def is_valid(spec: Spec, encoding: Encoding, work: Workspace, rank: int) -> bool
     held = 0.0
     for place in range(encoding.lengths[rank]):
         copy, kind = codes[rank, place] >> 2, codes[rank, place] & 3
-        if kind == 0:
+        if kind == F:
             done[copy, 0] += 1
             held += cost[copy, HOLD]
             if held > limit:
                 return False
             continue
-        if done[copy, 2 if kind == 2 else 1] >= done[copy, 1 if kind == 2 else 0]:
+        # The k-th W follows the k-th I, and the k-th I or B the k-th F.
+        finished, needed = (2, 1) if kind == W else (1, 0)
+        if done[copy, finished] >= done[copy, needed]:
             return False
-        if kind != 2:
+        if kind != W:
             done[copy, 1] += 1
-        if kind >= 2:
+        if kind >= W:  # W or B
             done[copy, 2] += 1
             held -= cost[copy, HOLD]
     return True

@@ -19,7 +19,19 @@ from typing import NamedTuple
 import numpy as np
 
 from penstock.compiled import compiled
-from penstock.synthesis.arrays import HOLD, UP, Encoding, Floats, Ints, Spec, Workspace
+from penstock.synthesis.arrays import (
+    HOLD,
+    UP,
+    B,
+    Encoding,
+    F,
+    Floats,
+    I,
+    Ints,
+    Spec,
+    W,
+    Workspace,
+)
 from penstock.synthesis.evaluate import end_of_updates, reset, send
 
 
@@ -72,13 +84,13 @@ def list_schedule(spec: Spec, rule: Rule, encoding: Encoding, work: Workspace) -
                     k = done[copy, kind]
                     begin[copy, kind] = np.inf
                     # An I or B follows the k-th F, a W the k-th I.
-                    if k >= (spec.counts[copy // stages] if kind == 0 else done[copy, kind - 1]):
+                    if k >= (spec.counts[copy // stages] if kind == F else done[copy, kind - 1]):
                         continue
-                    at = free[rank] if kind == 2 else arrive[kind, copy, k]
-                    if at < 0.0 or (kind == 0 and not _fits(spec, rule.cap, done, copy, far)):
+                    at = free[rank] if kind == W else arrive[kind, copy, k]
+                    if at < 0.0 or (kind == F and not _fits(spec, rule.cap, done, copy, far)):
                         continue
                     begin[copy, kind] = at = max(at, free[rank])
-                    code = 3 if kind == 1 and whole[copy, k] else kind
+                    code = B if kind == I and whole[copy, k] else kind
                     first_start[rank] = min(first_start[rank], at)
                     first_end[rank] = min(first_end[rank], at + cost[copy, code])
         # 2. The rank whose next op could end first decides; nothing that ends later can change
@@ -94,15 +106,15 @@ def list_schedule(spec: Spec, rule: Rule, encoding: Encoding, work: Workspace) -
             for what in range(3 if other >= 0 else 0):
                 if begin[other, what] <= wait_until and dues[other, what, done[other, what]] < best:
                     best, copy, kind = dues[other, what, done[other, what]], other, what
-        code = 3 if kind == 1 and whole[copy, done[copy, 1]] else kind
+        code = B if kind == I and whole[copy, done[copy, I]] else kind
         codes[rank, lengths[rank]] = 4 * copy + code
         lengths[rank] += 1
         end = free[rank] = begin[copy, kind] + cost[copy, code]
         done[copy, kind] += 1
-        done[copy, 2] += code == 3
-        unfinished -= code >= 2
+        done[copy, W] += code == B  # a B is also its W
+        unfinished -= code >= W  # W or B
         changed[0], changes = rank, 1
-        taker = copies[copy, 1 + kind] if kind < 2 else -1
+        taker = copies[copy, 1 + kind] if kind != W else -1
         if taker >= 0:
             target = copies[taker, 0]
             if target != rank:

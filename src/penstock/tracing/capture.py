@@ -399,6 +399,7 @@ def without_caches(model: nn.Module) -> Iterator[None]:
     changed = []
     for config in configs.values():
         if getattr(config, "use_cache", False) is True:
+            # A configuration may be frozen.
             with suppress(AttributeError, TypeError):
                 config.use_cache = False
                 changed.append(config)

@@ -132,6 +132,7 @@ def _checks(filename: str) -> list[tuple[ast.stmt, ast.expr, bool]]:
     try:
         tree = ast.parse("".join(linecache.getlines(filename)))
     except (SyntaxError, ValueError):
+        # The file is no Python source, or has changed since the code was compiled.
         return []
     checks: list[tuple[ast.stmt, ast.expr, bool]] = []
     for node in ast.walk(tree):

@@ -257,6 +257,7 @@ def _refusing_function(
     """Return a function that raises `Refused` if the model calls it, else calls `function`."""
 
     def refuses(*args: Any, **kwargs: Any) -> Any:
+        # The replacement is one for all threads of the process, of which others may draw.
         if threading.get_ident() == thread and _for_model(sys._getframe(1), direct=direct):
             raise Refused(reason)
         return function(*args, **kwargs)

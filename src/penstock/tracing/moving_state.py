@@ -177,9 +177,11 @@ def _moving_values(
     if rerun is not None:
         snapshots = state.keep()
         with _on_copies(state), torch.no_grad():
+            # A cache is filled once: only what the second forward changes again moves on.
             output = rerun()
             second_values = state.values()
             moving = differing(values, second_values)
+            # A list that only records, such as shapes or losses, does not change the next output.
             recorded = [name for name in moving if _is_container(second_values.get(name))]
             if recorded and content(output) == content(rerun()):
                 moving = [name for name in moving if name not in recorded]

@@ -29,6 +29,8 @@ def skeleton_of(
         ChainError: the model cannot be copied.
     """
     caches = caches or {}
+    # `deepcopy` takes what the memo has for an object instead of copying it: None for caches, which
+    # are set below.
     memo: dict[int, object] = {}
     for path, names in caches.items():
         values = [vars(model.get_submodule(path)).get(name) for name in names]

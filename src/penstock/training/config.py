@@ -16,6 +16,10 @@ from penstock.files.text import quote, shorten
 from penstock.files.yaml_values import yaml_text
 from penstock.option import MAX_DEADLINE_S, CommonOptions, check_limits, check_zero, option
 
+#: The largest number of float32. torch multiplies weights by rates in their own type: a larger rate
+#: raises in the first update of a rank, in words that name no option.
+_MAX_RATE = 3.4028234663852886e38
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(CommonOptions):
@@ -85,9 +89,9 @@ class TrainConfig(CommonOptions):
     asynchronous: bool = option(False, "Let the planner choose schedules without a flush as well.")
     memory_limit: str | None = option(None, "Memory limit per rank, such as '2 GiB'.")
     optimizer: Literal["sgd", "adam", "adamw"] = option("sgd", "sgd, adam or adamw.", fixed=True)
-    lr: float = option(0.05, "Learning rate.", above=0)
+    lr: float = option(0.05, "Learning rate.", above=0, maximum=_MAX_RATE)
     momentum: float = option(0.9, "Momentum of sgd.", minimum=0)
-    weight_decay: float = option(0.0, "Weight decay.", minimum=0)
+    weight_decay: float = option(0.0, "Weight decay.", minimum=0, maximum=_MAX_RATE)
     device: DeviceRequest = option(
         "auto", "auto, cpu or cuda. auto: CUDA if a GPU is visible, else the CPU."
     )

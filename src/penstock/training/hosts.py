@@ -46,6 +46,7 @@ from penstock.transport.core_share import RankCores, count_threads, rank_cores
 from penstock.transport.devices.device_discovery import assign_device
 from penstock.transport.hosts import Host, host_names, this_host
 from penstock.transport.process_group import join, naming_lost_ranks
+from penstock.units import format_count
 
 #: File in a run's folder with the job of torchrun that has begun it.
 JOB = "job.json"
@@ -240,8 +241,8 @@ def prepare_on_hosts(config: TrainConfig, say: Say) -> HostRun:
             f"{task.data.description}"
         )
         say(
-            f"measuring {len(traced)} layers and the links of {len(place.hosts)} ranks on {hosts} "
-            f"host{'s' * (hosts > 1)} …"
+            f"measuring {len(traced)} layers and the links of {len(place.hosts)} ranks on "
+            f"{format_count(hosts, 'host')} …"
         )
     profiles = _profiles_of_hosts(config, place)
     cluster, by_kind = _cluster(place, profiles)

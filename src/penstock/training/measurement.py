@@ -15,6 +15,7 @@ from penstock.tracing.traced_chain import TracedChain
 from penstock.training.config import TrainConfig
 from penstock.training.devices import Devices
 from penstock.training.rank import profile_rank
+from penstock.units import format_count
 
 #: Receives progress messages, of a line or several.
 Say = Callable[[str], None]
@@ -68,7 +69,7 @@ def measure_profile(
         say(f"measuring {len(traced)} layers on {devices.name} …")
         return _launch_profile(config, 1, threads, devices)
     if config.profile is None:
-        say(f"measuring {len(traced)} layers with {threads} thread{'s' * (threads > 1)} …")
+        say(f"measuring {len(traced)} layers with {format_count(threads, 'thread')} …")
         if ranks == 1:
             return profile_rank(config, threads)
         return _launch_profile(config, ranks, threads, devices)

@@ -96,8 +96,10 @@ def request_ranks(folder: Path, ranks: int) -> None:
     Raises:
         FileError: the folder holds no run, or cannot be written.
     """
-    if not (folder / "config.yaml").exists():
-        raise FileError(f"{folder} holds no run: there is no config.yaml")
+    config = folder / "config.yaml"
+    if not config.is_file():
+        reason = "is no regular file" if config.exists() else "is not there"
+        raise FileError(f"{folder} holds no run: its config.yaml {reason}")
     write_json(folder / RESIZE, ResizeRequest(ranks))
 
 

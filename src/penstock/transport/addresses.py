@@ -77,6 +77,7 @@ def use_address(address: str) -> None:
         raise SettingError(
             f"this host ({socket.gethostname()}) cannot listen on {address}: {error.strerror}"
         ) from error
+    # gloo takes the name of an interface, not an address, and listens on the interface's first one.
     if "GLOO_SOCKET_IFNAME" not in os.environ and interface_of(address) is None:
         raise SettingError(
             f"no interface of this host has {address} as its first address: set GLOO_SOCKET_IFNAME "
@@ -154,6 +155,7 @@ def close_connections(port: int) -> int:
         try:
             connection = socket.socket(fileno=os.dup(int(entry.name)))
         except OSError:
+            # Closed since the folder was listed, or no socket.
             continue
         with connection:
             try:
@@ -161,5 +163,6 @@ def close_connections(port: int) -> int:
                     connection.shutdown(socket.SHUT_RDWR)
                     count += 1
             except (OSError, IndexError):
+                # Not connected, or of a family without ports.
                 continue
     return count

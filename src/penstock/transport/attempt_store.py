@@ -103,6 +103,7 @@ def _answer(
                 missing.discard(rank)
             elif store.check([f"greeting/{rank}"]):
                 greeting = store.get(f"greeting/{rank}").decode()
+                # A greeting of an earlier attempt may stand there until the rank replaces it.
                 if answered.get(rank) != greeting:
                     store.set(f"answer/{greeting}", str(number))
                     answered[rank] = greeting

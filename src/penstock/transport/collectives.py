@@ -38,6 +38,7 @@ def all_gather(value: T, kind: type[T], group: dist.ProcessGroup | None = None) 
     """
     adapter = _adapter(kind)
     text = _to_tensor(adapter.dump_json(value), group)
+    # torch gathers tensors of one size: first the lengths, then the texts, filled up to the longest.
     lengths = [torch.zeros_like(_length(text)) for _ in range(dist.get_world_size(group))]
     dist.all_gather(lengths, _length(text), group)
     longest = max(int(length) for length in lengths)

@@ -12,7 +12,6 @@ from torch import Tensor
 from penstock.shared_memory.arena import Pool, Slot
 from penstock.shared_memory.segment import LINE
 from penstock.transport.payload import Header, Payload, TensorForm
-from penstock.values.constants import key_of as constant_key
 
 #: Layouts whose views a slot caches.
 _MAX_CACHED_VIEWS = 64
@@ -86,6 +85,7 @@ class Layout:
             views = self.views(slot)
         if device is not None:
             return self.header.unpacked([view.to(device) for view in views])
+        # Copies: the sender uses the slot again as soon as the message is read.
         if self.bare and self.contiguous:
             return Payload("", (views[0].clone(),), self.wants_grad)
         return self.header.unpacked(views, copies=True)
@@ -109,15 +109,7 @@ def key_of(payload: Payload) -> tuple[object, ...]:
     if payload.structure == "":
         tensor = payload.leaves[0]
         return tensor.shape, tensor.dtype, payload.wants_grad, tensor.stride()
-    leaves = tuple(
-        [
-            (leaf.shape, leaf.dtype, leaf.stride())
-            if isinstance(leaf, Tensor)
-            else constant_key(leaf)
-            for leaf in payload.leaves
-        ]
-    )
-    return payload.structure, leaves, payload.wants_grad, payload.shared
+    return payload.form()
 
 
 def _padded_bytes(form: TensorForm) -> int:

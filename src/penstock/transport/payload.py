@@ -141,6 +141,7 @@ class Payload:
             Unflattenable: it contains something that cannot be sent; the message has the path to
                 it.
         """
+        # Most messages are one plain tensor, which needs no search for its parts.
         if type(value) is Tensor and value.layout is torch.strided:
             check_tensor(value)
             return cls("", (value,), (value.requires_grad,) if wants_grad is None else wants_grad)

@@ -129,11 +129,13 @@ def join(timeout_s: float = TIMEOUT_S) -> int:
         with _limited(timeout_s, rank):
             try:
                 _initialise(rank, size, timeout_s)
+            # Also if the user interrupts: the other ranks wait for this one, and must hear of it.
             except BaseException:
                 if (watch := heartbeats()) is not None:
                     watch.close(failed=True)
                 raise
         atexit.register(_leave)
+    # A program has initialised the group itself, so that nothing watches its ranks yet.
     elif not _HEARTBEATS and launch_store() is None and dist.get_world_size() > 1:
         with _limited(timeout_s, dist.get_rank()):
             store = dist.distributed_c10d._get_default_store()
@@ -164,7 +166,7 @@ def _initialise(rank: int, size: int, timeout_s: float) -> None:
             if launch_store() is None:
                 _start_heartbeats(store, rank, size, timeout_s)
             else:
-                _meet(store, rank, size, timeout_s)
+                _wait_for_ranks(store, rank, size, timeout_s)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
 
 
@@ -207,7 +209,7 @@ def _store(rank: int, size: int, timeout_s: float) -> Store:
     )
 
 
-def _meet(store: Store, rank: int, size: int, timeout_s: float) -> None:
+def _wait_for_ranks(store: Store, rank: int, size: int, timeout_s: float) -> None:
     """Wait until all ranks have come to this point.
 
     Raises:

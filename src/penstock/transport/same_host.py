@@ -134,6 +134,7 @@ class SameHostTransport:
                 self._mailbox = mailbox = _make_mailbox(size)
                 address = _address(mailbox)
             except _Unavailable as error:
+                # The others must hear of it: same-host messages need both ends.
                 address = {"unavailable": str(error)}
         store.set(f"same-host/address/{self.rank}", json.dumps(address))
         addresses = _gather(store, "same-host/address", size)

@@ -196,6 +196,7 @@ class StoreServer:
         """End all connections."""
         self._closed = True
         for connection in [self._listener, *self._connections]:
+            # Not connected any more.
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
             connection.close()
@@ -223,6 +224,7 @@ class StoreServer:
 
     def _serve(self, connection: socket.socket) -> None:
         """Answer the requests of a connection."""
+        # A rank that is killed closes its end at any place of a request; the others go on.
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
             while (request := _receive(connection)) is not None:
                 name, *values = request

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from penstock.errors import SettingError
+from penstock.errors import SettingError, did_you_mean
 from penstock.registry import Registered, Registry
 
 if TYPE_CHECKING:
@@ -89,8 +88,7 @@ def model(
     defaults = _options(entry)
     for option in options:
         if option not in defaults:
-            close = difflib.get_close_matches(option, defaults, n=1)
-            hint = f" Did you mean {close[0]!r}?" if close else ""
+            hint = did_you_mean(option, defaults)
             raise SettingError(
                 f"{entry.name} has no option {option!r}.{hint} It has: {', '.join(defaults)}"
             )

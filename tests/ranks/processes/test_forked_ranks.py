@@ -88,6 +88,45 @@ def test_ps_shows_a_forked_rank_as_the_program_that_it_runs():
         assert "WORLD_SIZE=2" in rank["environment"]
 
 
+def test_a_rank_runs_its_own_finalizers_and_none_of_the_server(tmp_path):
+    """Those of the libraries that the server has imported would take longer than all else that a
+    short rank does.
+    """
+
+    def run(folder):
+        import weakref
+        from pathlib import Path
+
+        class Value:
+            pass
+
+        value = run.value = Value()
+        inherited = sum(finalizer.atexit for finalizer in weakref.finalize._registry)
+        weakref.finalize(value, Path(folder, "finalized").touch)
+        return inherited
+
+    assert launch(run, 1, str(tmp_path)) == [0]
+    assert (tmp_path / "finalized").exists()
+
+
+def test_a_rank_looks_schedules_and_rules_up_without_imports():
+    """The server has imported their modules, and read which plug-ins are installed."""
+
+    def look_up():
+        import importlib.metadata
+        import sys
+
+        from penstock.schedule.catalogue import FAMILIES
+        from penstock.weights.catalogue import WEIGHT_RULES
+
+        before = set(sys.modules)
+        importlib.metadata.entry_points = None  # must not be called
+        names = [FAMILIES.find("1f1b").name, WEIGHT_RULES.find("stash").name]
+        return names, sorted(set(sys.modules) - before)
+
+    assert launch(look_up, 1) == [(["1f1b", "stash"], [])]
+
+
 def test_without_a_server_ranks_are_new_processes(server):
     """Systems without descriptors of processes, and libraries that start threads at import."""
     server._refused = True

@@ -11,7 +11,7 @@ from penstock.schedule.catalogue import FAMILIES, schedule
 from penstock.schedule.dependencies import dependencies_of
 from penstock.schedule.lower import Direction, Transfer, lower
 from penstock.schedule.op import Kind, Op, Schedule
-from penstock.schedule.streaming.increments import Portions
+from penstock.schedule.streaming.increments import StreamIncrements
 from penstock.schedule.streaming.period import with_batch_count
 from penstock.schedule.streaming.streams import Stream
 
@@ -39,11 +39,11 @@ def streams(draw):
     return schedule(name, stages, micro_batches, **options)
 
 
-def played(portions, ranks, batches):
+def played(increments, ranks, batches):
     """Per rank, all that it plays when that many batches come."""
     return [
-        [action for batch in range(batches) for action in portions.increment(rank, batch)]
-        + list(portions.remainder(rank, batches))
+        [action for batch in range(batches) for action in increments.increment(rank, batch)]
+        + list(increments.remainder(rank, batches))
         for rank in range(ranks)
     ]
 
@@ -55,7 +55,9 @@ def test_portions_make_up_the_lowered_programs_of_any_number_of_batches(schedule
     its transfers.
     """
     whole = with_batch_count(schedule, batches)
-    for rank, row in enumerate(played(Portions(schedule, ahead=2), schedule.ranks, batches)):
+    for rank, row in enumerate(
+        played(StreamIncrements(schedule, ahead=2), schedule.ranks, batches)
+    ):
         assert tuple(action for action in row if isinstance(action, Op)) == whole.programs[rank]
         assert sorted(map(str, row)) == sorted(map(str, lower(whole, ahead=2).programs[rank]))
 
@@ -64,11 +66,11 @@ def test_portions_make_up_the_lowered_programs_of_any_number_of_batches(schedule
 @settings(deadline=None, max_examples=40)
 def test_a_portion_names_no_batch_that_has_not_come(schedule, batch):
     """Its inputs are not there, and even its shapes are unknown."""
-    portions, size = Portions(schedule, ahead=2), schedule.micro_batches
+    increments, size = StreamIncrements(schedule, ahead=2), schedule.micro_batches
     for rank in range(schedule.ranks):
         numbers = [
             action.micro_batch if isinstance(action, Op) else action.message.micro_batch
-            for action in portions.increment(rank, batch)
+            for action in increments.increment(rank, batch)
             if not (isinstance(action, Op) and action.kind is Kind.U)
         ]
         assert all(number < (batch + 1) * size for number in numbers)
@@ -79,8 +81,8 @@ def test_a_portion_names_no_batch_that_has_not_come(schedule, batch):
 @given(streams())
 @settings(deadline=None, max_examples=40)
 def test_on_every_link_receives_are_posted_in_the_order_of_the_sends(schedule):
-    """Backends without tags match messages in order, portions or not."""
-    rows = played(Portions(schedule, ahead=2), schedule.ranks, 9)
+    """Backends without tags match messages in order, increments or not."""
+    rows = played(StreamIncrements(schedule, ahead=2), schedule.ranks, 9)
     sent, posted = {}, {}
     for rank, row in enumerate(rows):
         for action in row:
@@ -98,12 +100,12 @@ def test_on_every_link_receives_are_posted_in_the_order_of_the_sends(schedule):
 def test_no_op_waits_for_an_op_of_a_later_portion(schedule):
     """The other rank runs that only when another batch comes, which may be never."""
     whole = with_batch_count(schedule, 20)
-    portions = Portions(schedule, ahead=2)
+    increments = StreamIncrements(schedule, ahead=2)
     batch_of = {
         (rank, action): batch
         for rank in range(schedule.ranks)
         for batch in range(14)
-        for action in portions.increment(rank, batch)
+        for action in increments.increment(rank, batch)
     }
     dependencies = dependencies_of(whole)
     rows = list(zip(dependencies.ops.rank.tolist(), whole.ops, strict=True))
@@ -116,14 +118,14 @@ def test_no_op_waits_for_an_op_of_a_later_portion(schedule):
 @settings(deadline=None, max_examples=40)
 def test_a_batch_is_done_when_no_rank_has_an_op_of_it_left(schedule, batch):
     """Then its loss can be reported on all ranks without one waiting for another."""
-    portions = Portions(schedule, ahead=2)
+    increments = StreamIncrements(schedule, ahead=2)
     ran = {
         (rank, action)
         for rank in range(schedule.ranks)
         for t in range(batch + 1)
-        for action in portions.increment(rank, t)
+        for action in increments.increment(rank, t)
     }
-    done = portions.completed_batches(batch)
+    done = increments.completed_batches(batch)
     whole = with_batch_count(schedule, batch + 2)
     shorter = (
         [set(row) for row in with_batch_count(whole, done).programs]
@@ -142,4 +144,4 @@ def test_programs_that_do_not_repeat_are_refused():
     with pytest.raises(
         ScheduleError, match="odd does not repeat itself from batch to batch within its 3 batches"
     ):
-        Portions(schedule, ahead=2)
+        StreamIncrements(schedule, ahead=2)

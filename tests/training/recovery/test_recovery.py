@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.training.recovery.faults import FEATURES, Fault, make_fifos
+from tests.training.run_metrics import lines_of
 
 import penstock as ps
 from penstock.plan.plan import Plan
@@ -98,13 +99,6 @@ def undisturbed(run, folder):
     config = replace(run.config, resume=False)
     rank.train_on(config, run.plan, folder, True, CPU, "threads")
     return folder
-
-
-def lines_of(folder):
-    """Return steps with losses, and steps of evaluations, as the metrics have them."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    losses = [(line["step"], line["loss"]) for line in lines if "loss" in line]
-    return losses, [(line["step"], line["test_loss"]) for line in lines if "test_loss" in line]
 
 
 def assert_same(run, reference):

@@ -22,6 +22,7 @@ import select
 import signal
 import socket
 import sys
+import weakref
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -31,15 +32,17 @@ from penstock.ranks.processes import rank_process
 from penstock.ranks.processes.rank_process import end_with_parent, finish
 
 #: What every rank imports. torch._dynamo is imported by the first optimizer that is constructed,
-#: and numpy.ma and pydantic, in 0.1 s, by the first Pipeline.
+#: and numpy.ma, in 0.1 s, by the first Pipeline.
 _MODULES = (
     "torch._dynamo",
     "penstock.runtime.pipeline",
     "penstock.ranks.process_world",
     "numpy.ma",
     "pydantic.dataclasses",
-    "pydantic.type_adapter",
 )
+
+#: What torch._dynamo imports at the end of a process, where it is installed.
+_OPTIONAL_MODULES = ("tabulate",)
 
 #: Variables of a rank, shown first in case the others need more room.
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
@@ -208,6 +211,39 @@ def _run_rank(fork: _Fork) -> int:
     return rank_process.main(Path(request["job"]), Path(request["result"]))
 
 
+def _import_modules() -> None:
+    """Import what ranks need, and what takes as long as imports in each: the entry points of all
+    installed distributions, which pydantic and Penstock read to find plug-ins.
+
+    No plug-in is imported: a rank warns of one that cannot be.
+    """
+    for module in _MODULES:
+        importlib.import_module(module)
+    for module in _OPTIONAL_MODULES:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(module)
+    from pydantic import TypeAdapter
+
+    from penstock.registry import find_plugins
+    from penstock.schedule.catalogue import FAMILIES
+    from penstock.weights.catalogue import WEIGHT_RULES
+
+    TypeAdapter(int)
+    find_plugins()
+    FAMILIES.import_modules()
+    WEIGHT_RULES.import_modules()
+
+
+def _leave_finalizers_to_server() -> None:
+    """Let no rank run the finalizers of what the server has imported.
+
+    They are those of the server's process, which ends without them: a rank has no use for the
+    removal of torch's operator libraries, which would take 30 ms of each.
+    """
+    for finalizer in list(getattr(weakref.finalize, "_registry", ())):
+        finalizer.atexit = False
+
+
 def main(control: socket.socket, launcher_pid: int) -> int:
     """Import what ranks need, then serve. Returns the exit status, of the server or of a rank."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher receives Ctrl-C and ends all ranks
@@ -225,8 +261,8 @@ def main(control: socket.socket, launcher_pid: int) -> int:
     import torch
 
     torch.set_num_threads(1)
-    for module in _MODULES:
-        importlib.import_module(module)
+    _import_modules()
+    _leave_finalizers_to_server()
     if len(list(Path("/proc/self/task").iterdir())) > 1:
         control.send(THREADED)
         return 0

@@ -138,6 +138,7 @@ class _Server:
 
     def answer(self) -> bool:
         """Wait until the server is ready. Returns False if it cannot fork."""
+        # The server has ended before it answered: it counts as unable to fork.
         with contextlib.suppress(OSError):
             self._ready = self._control.recv(64) == READY
         return self._ready
@@ -152,6 +153,7 @@ class _Server:
                 socket.send_fds(self._control, [str(request).encode()], descriptors)
                 message, processes, _, _ = socket.recv_fds(self._control, 64, 1)
             except OSError:
+                # The server has ended; below, no answer means that.
                 message = b""
             except BaseException:
                 # Interrupted, as by Ctrl-C: the next request would read this answer.

@@ -21,11 +21,13 @@ from penstock.errors import RankDied, RunError, SettingError
 from penstock.ranks.foreign_text import foreign_text
 from penstock.ranks.processes.forked_ranks import RankProcess, search_path, start_rank
 from penstock.ranks.processes.launch_folders import locked_folder
+from penstock.ranks.processes.rank_variables import rank_variables
 from penstock.ranks.processes.stopped_ranks import StoppedRanks
 from penstock.ranks.processes.termination import passing_sigterm_on
 from penstock.transport.addresses import launch_interface
 from penstock.transport.liveness.stopped_processes import LOOK_S
 from penstock.transport.unix_store import VARIABLE, StoreServer
+from penstock.units import format_ranks
 
 #: Seconds for which other ranks may go on after one has failed, to report what they saw.
 _GRACE_S = 3.0
@@ -200,12 +202,7 @@ def _environment(rank: int, ranks: int, port: int, threads: int) -> dict[str, st
         inherited["GLOO_SOCKET_IFNAME"] = interface
     return {
         **inherited,
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        **rank_variables(rank, ranks, port),
         "OMP_NUM_THREADS": str(threads),
         "PYTHONPATH": os.pathsep.join(search_path()),
     }
@@ -287,8 +284,8 @@ def _first_error(noticed: _Child, children: list[_Child]) -> RunError:
     if dead is None or (dead is not noticed and first is not None and not first["consequence"]):
         assert first is not None
         return RankFailed(first["rank"], foreign_text(first["error"]), first["traceback"])
-    stopped = [str(child.rank) for child in children if child is not dead]
-    suffix = f"; rank{'s' * (len(stopped) > 1)} {', '.join(stopped)} stopped" if stopped else ""
+    stopped = [child.rank for child in children if child is not dead]
+    suffix = f"; {format_ranks(stopped)} stopped" if stopped else ""
     return RankDied(dead.rank, dead.process.pid, dead.describe_end(), suffix)
 
 
@@ -308,6 +305,7 @@ def _describe_exit(status: int | None) -> str:
         try:
             return f"was killed by {signal.Signals(-status).name}"
         except ValueError:
+            # Real-time signals have numbers only.
             return f"was killed by signal {-status}"
     return f"ended with exit status {status} and no message"
 
@@ -322,5 +320,6 @@ def _stop(children: list[_Child]) -> None:
         try:
             child.process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
+            # It ignores SIGTERM, or does not return from a call.
             child.process.kill()
             child.process.wait()

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from penstock.units import format_count
+
 #: Instead of a checksum of a layer's weights: they are on the meta device.
 META = "meta"
 #: Instead of a checksum: other ranks have trained the layer since these weights were set.
@@ -76,8 +78,7 @@ def differences(ranks: Sequence[Description]) -> list[str]:
 
 def message_of(lines: Sequence[str]) -> str:
     """Return the error message for some differences, with advice that fits them."""
-    plural = "s" * (len(lines) != 1)
-    head = f"the ranks do not run the same thing ({len(lines)} difference{plural}):"
+    head = f"the ranks do not run the same thing ({format_count(len(lines), 'difference')}):"
     advice = "Every rank must construct its Pipeline from the same model and the same settings"
     if any(line.startswith(_CUT_PREFIXES) for line in lines):
         advice += "; plan on one rank, and load that plan on all of them (plan.save, ps.Plan.load)"

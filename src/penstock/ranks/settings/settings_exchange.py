@@ -210,15 +210,15 @@ def report_failures(init: _Init) -> _Init:
         try:
             init(self, *args, **kwargs)
         except BaseException as error:
-            meeting: SettingsExchange | None = getattr(self, "_meeting", None)
+            exchange: SettingsExchange | None = getattr(self, "_settings_exchange", None)
             alone = kwargs.get("executor") == "threads" or not (
                 dist.is_available() and dist.is_initialized()
             )
-            if meeting is None and not alone:
+            if exchange is None and not alone:
                 # With a mesh this is the comparison of all processes of the job, which comes first.
-                meeting = SettingsExchange.next(0.0)
-            if meeting is not None and not meeting.closed:
-                meeting.fail(error)
+                exchange = SettingsExchange.next(0.0)
+            if exchange is not None and not exchange.closed:
+                exchange.fail(error)
             world = getattr(self, "_world", None)
             if world is not None and not alone:
                 world.abandon(error)

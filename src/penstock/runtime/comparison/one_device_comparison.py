@@ -30,6 +30,7 @@ from penstock.runtime.comparison.undivided_batch import (
 )
 from penstock.stage import stage_state as state
 from penstock.stage.stage_builder import Training
+from penstock.units import format_count
 
 #: Lines of a printed comparison of each kind.
 _ROWS = 8
@@ -127,7 +128,7 @@ class Comparison(NotebookText):
             "buffer": len(self.buffers),
             "output": len(self.outputs),
         }
-        return ", ".join(f"{count} {kind}{'s' * (count != 1)}" for kind, count in counts.items())
+        return ", ".join(format_count(count, kind) for kind, count in counts.items())
 
 
 def _largest_of_each_kind(

@@ -348,6 +348,8 @@ class Checkpoints:
         row = [int(end), int(save), int(self._job is None or self._job.ready)]
         seconds = self._interval.seconds
         due = seconds is not None and now - self._saved_s >= seconds
+        # Ranks agree from time to time, which costs a message, and on the step of the next time:
+        # by its own clock a rank would come to it at another step than the others.
         step_s = (now - self._agreed_s) / self._polls
         steps = round(_AGREE_EVERY_S / max(step_s, 1e-6))
         ended, save_now, ready, due_now, countdown = _combine(

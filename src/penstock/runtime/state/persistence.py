@@ -139,7 +139,7 @@ class Persistence:
             tuple(average.n_averaged for average in self.averages),
         )
         options = CheckpointOptions(
-            self._rule(), self.assembly.lives, target.nonfinite, averages=self.averages
+            self._rule(), self.assembly.optimizer_replicas, target.nonfinite, averages=self.averages
         )
         world = self.assembly.world
         writer = CheckpointWriter(
@@ -180,7 +180,7 @@ class Persistence:
         parts = parse_skip(skip)
         options = CheckpointOptions(
             self._rule(),
-            self.assembly.lives,
+            self.assembly.optimizer_replicas,
             nonfinite,
             parts,
             self.schedulers,
@@ -218,4 +218,6 @@ class Persistence:
         stream = self.assembly.setting.schedule.stream
         if stream is None:
             return None
-        return RuleFacts(self.assembly.setting.rule.name, stream.pipelines, self.assembly.lives)
+        return RuleFacts(
+            self.assembly.setting.rule.name, stream.pipelines, self.assembly.optimizer_replicas
+        )

@@ -80,6 +80,7 @@ def _evictor_program(program: Program, limit: int) -> Program:
     for op in program:
         loads = op.kind is Kind.B and op.micro_batch not in held
         if len(held) == limit and (loads or op.kind is Kind.F):
+            # The newest is needed last: backwards run in the order of the micro-batches.
             newest = max(held)
             held.remove(newest)
             ops.append(Op(Kind.E, op.stage, newest))

@@ -70,6 +70,7 @@ def _greedy(
         op = Op(Kind.F, 0, m)
         heappush(ready[placement[0]], (*_priority(op), op))
     while True:
+        # In the order of the ranks, since the order of a set is not defined.
         for rank in sorted(idle):
             if ready[rank]:
                 *_, op = heappop(ready[rank])

@@ -67,9 +67,10 @@ def hetpipe(
     _check_integer("virtual_workers", virtual_workers, 1)
     _check_integer("in_flight", wave_length, 1)
     _check_integer("distance", distance, 0)
-    ahead = falling(stages, wave_length)
     if wave_length >= stages:
         ahead = [wave_length - stage for stage in range(stages)]
+    else:
+        ahead = falling(stages, wave_length)
     if batches is None:
         max_in_flight = virtual_workers * ahead[0]
         batches = enough_batches(max_in_flight, micro_batches, period=virtual_workers)
@@ -89,5 +90,6 @@ def hetpipe(
 
 
 def _check_integer(option: str, number: object, minimum: int) -> None:
+    """Refuse an option that is not a whole number of `minimum` or more."""
     if isinstance(number, bool) or not isinstance(number, int) or number < minimum:
         raise ScheduleError(f"hetpipe takes {option} of {minimum} or more, not {number!r}")

@@ -20,7 +20,7 @@ from penstock.schedule.op import ACTIVATION_MOVES, Op, Schedule
 from penstock.schedule.streaming.period import Period, period_of, with_batch_count, with_batches
 
 
-class Portions:
+class StreamIncrements:
     """The increments of every rank's program, batch by batch.
 
     The increments are computed for the first batches; those of later batches repeat, with higher

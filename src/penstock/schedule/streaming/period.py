@@ -166,7 +166,7 @@ def _find_period(schedule: Schedule) -> Period:
             if split is None:
                 break
             splits.append(split)
-        else:
+        else:  # every program has a loop of this many batches
             heads, loops, updates = zip(*splits, strict=True)
             period = Period(batches, micro_batches, heads, loops, updates)
             if all(

@@ -217,6 +217,7 @@ class CutBounds:
             profiles = [self._profile(device) for device in devices]
             fixed = min(profile.update_fixed_s for profile in profiles)
             per_byte = min(profile.update_s_per_byte for profile in profiles)
+            # Many cuts give a stage the same layers: the sum is computed once for each size.
             sizes, place = np.unique(stage_bytes[:, stage], return_inverse=True)
             replicas = self._replicas(stage)
             of_size = []
@@ -253,6 +254,7 @@ class CutBounds:
                 continue
             links = {cluster.link(self._device(low), self._device(high)) for low, high in pairs}
             message_bytes = samples * self._output_bytes[ends[:, stage + 1] - 1]
+            # Micro-batches may take several links: the fastest, since this is part of a lower bound.
             times = [link.latency_s + message_bytes / link.bandwidth_bytes_per_s for link in links]
             seconds[:, stage] = np.min(times, axis=0)
         return seconds
@@ -340,6 +342,7 @@ class CutBounds:
         size = self._size_index(last.micro_batch)
         drain[size, LEAST_BACKWARD, : last.stage] = _share(self.schedule, last)
         drain[size, TRANSFER, : last.stage] = 1
+        # The last backward of this rank goes on to stage 0, which updates after it.
         if last.stage > 0:
             drain[0, UPDATE, 0] = 1
         whole = self._row(work) + fill.ravel()

@@ -143,6 +143,7 @@ def _climb(
         return
     ends = np.array([np.concatenate([[0], np.cumsum(start)])])
     search.work += sum(map(len, schedule.programs))
+    # By the bounds alone, which cost far less than simulations; only the end is simulated.
     least = float(bounds.seconds(ends)[0])
     while True:
         neighbours = _neighbours(ends[0])

@@ -235,6 +235,7 @@ def _takes_uneven_replicas(name: str) -> bool:
     try:
         schedule(name, 4, 8, replicas=(2, 1, 1, 1))
     except ScheduleError:
+        # Only the generator knows: the catalogue has no fact for this.
         return False
     return True
 
@@ -251,7 +252,7 @@ def _cuts(request: PlanRequest, micro_batches: int) -> list[ReplicatedCut]:
     use_all = most >= ranks and ranks <= FEW
     unique: dict[ReplicatedCut, None] = {}
     for stages in stage_counts:
-        cut = replicated_table(table, None, stages=stages, exactly=use_all)
+        cut = replicated_table(table, stages=stages, exactly=use_all)
         if cut is not None:
             unique[tuple(cut)] = None
     return list(unique)

@@ -73,6 +73,7 @@ def _proposals(request: PlanRequest, steps: float) -> Iterator[tuple[float, Prop
     for count in likely_counts(request, steps, STEPS_IN_ALL):
         costs = LayerCosts.of(request.profile, request.batch / count)
         table, most_stages = tables(request, costs, count)
+        # On all devices if that is possible; memory, or a given number of stages, may not allow it.
         cut = None
         for exactly in (True, False):
             cut = cut or replicated_sum(
@@ -121,6 +122,7 @@ def tables(
             continue
         sync_s = sync_seconds(order[:size], ranges.parameter_bytes, request.cluster)
         table[:, :, size] = ranges.seconds / size + sync_s / count
+        # The inner `where` only avoids a division by 0: its 1.0 is not taken.
         in_flight = np.where(
             activation_bytes > 0,
             size * room / np.where(activation_bytes > 0, activation_bytes, 1.0),

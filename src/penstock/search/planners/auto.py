@@ -269,6 +269,7 @@ def _search(
                 continue
             if search.is_over:
                 return
+            # It cannot win, and says nothing about its kind: neither a miss nor near.
             if configurations[turn].bound_s > search.cutoff_s:
                 continue
             candidate = search.evaluate_configuration(configurations[turn], balance)
@@ -300,11 +301,13 @@ def _evaluate_other_planners(search: PlanSearch) -> float:
         try:
             plan = entry.make(request)
         except PenstockError as error:
+            # A planner of one paper may refuse what the others accept; its reason is reported.
             search.reject(f"{entry.name}: {error}")
             continue
         if not _matches(search.request, plan):
             continue
         fastest = min(fastest, plan.predicted.step_s)
+        # Its plan becomes a proposal like any other, so that one simulation compares all of them.
         if plan.predicted.step_s <= search.cutoff_s:
             search.evaluate(
                 Proposal(

@@ -98,6 +98,8 @@ def bapipe(request: PlanRequest) -> Plan:
         try:
             return plan_proposal(request, _proposal(candidate, split=table is AS))
         except PlanError as error:
+            # The next candidate may fit the memory; the first refusal is of the one that the paper
+            # prefers.
             first_error = first_error or error
     raise first_error or PlanError("bapipe has no number of micro-batches to try")
 

@@ -73,6 +73,7 @@ def step_seconds(request: PlanRequest, ranks: int, micro_batches: int) -> float:
     """
     parameter_bytes = sum(layer.parameter_bytes for layer in request.profile)
     parts = -(-micro_batches // ranks)
+    # Ranks of one kind share a profile object.
     profiles = {id(profile): profile for profile in map(request.profile_of, range(ranks))}
     slowest = max(
         parts * sum(profile.step_seconds(request.batch / micro_batches))

@@ -192,6 +192,7 @@ class _Cutter:
         for stage in range(stages):
             rows = []
             for devices in workers:
+                # A copy, since devices of one kind share the table.
                 seconds = self.seconds[id(self.request.profile_of(devices[stage]))].copy()
                 if stage:
                     link = cluster.link(devices[stage - 1], devices[stage])

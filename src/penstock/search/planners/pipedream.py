@@ -94,6 +94,7 @@ def _sorted_proposals(
         try:
             estimated.append(_proposal(request, count, within_memory=within_memory))
         except PlanError as error:
+            # Other numbers of micro-batches may be possible.
             errors.append(error)
     if len(errors) == len(counts):
         raise errors[-1]

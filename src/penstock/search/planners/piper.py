@@ -118,6 +118,8 @@ def tables(
         saved, working = np.broadcast_to(inputs[:, None], work.shape), ranges.activation_bytes
     weights = request.state_per_parameter_byte * ranges.parameter_bytes
     room = least_memory(request) - weights - working
+    # Stages that save nothing hold any number, if their weights fit. The inner `where` only avoids a
+    # division by 0.
     in_flight = np.floor(
         np.where(
             saved > 0, room / np.where(saved > 0, saved, 1.0), np.where(room >= 0, math.inf, -1.0)

@@ -116,6 +116,7 @@ def least_load(loads: Loads, most_stages: int) -> dict[int, tuple[float, Stages]
     for i in range(1, devices + 1):
         for r in range(1, min(i, most) + 1):
             stage[i, r] = loads.stage(i, r)
+    # A channel carries the activation and its gradient.
     channels = {(i - r, r): 2 * loads.channels(i - r, r) for i, r in stage if i > r}
     shape = (layers + 1, devices + 1, most + 1)
     least = np.full(shape, np.inf)

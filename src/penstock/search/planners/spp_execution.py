@@ -6,6 +6,7 @@ import heapq
 from collections.abc import Sequence
 
 #: A block: whether it is a forward, and its micro-batch. Its resource is that whose queue it is in.
+#: In a queue, a heap, backwards come first, since False is less than True.
 _Block = tuple[bool, int]
 
 
@@ -39,6 +40,8 @@ def makespan(
     more of the order than this.
     """
     stages = len(forward)
+    # By resource, seconds of a forward and of a backward block. Even resources are the stages, odd
+    # ones the channels between them.
     seconds: list[tuple[float, float]] = []
     for stage in range(stages):
         seconds.append((forward[stage], backward[stage]))
@@ -56,9 +59,14 @@ def makespan(
             if free[resource] and waiting[resource]:
                 block = heapq.heappop(waiting[resource])
                 free[resource] = False
-                heapq.heappush(running, (now + seconds[resource][not block[0]], resource, block))
+                is_forward, _ = block
+                forward_s, backward_s = seconds[resource]
+                end = now + (forward_s if is_forward else backward_s)
+                heapq.heappush(running, (end, resource, block))
         if not running:
             return max(end + sync_s for end, sync_s in zip(stage_end, sync, strict=True))
+        # All blocks that end now end before any other starts: else the choice of a resource would
+        # depend on the order of equal times.
         now = running[0][0]
         changed = set()
         while running and running[0][0] == now:

@@ -107,6 +107,8 @@ class SharedArea:
             owner = position
             target = self._flats[self._position][place.region][first:end]
             parts.append((target, flats[place.region][first:end]))
+        # The sum is in the memory of the one replica in whose piece the gradient lies, or is put
+        # together in this replica's memory from the pieces of several.
         if len(parts) < 2:
             return _Copy(views[owner][index])
         foreign = tuple(part for part in parts if part[0].data_ptr() != part[1].data_ptr())

@@ -146,6 +146,7 @@ class ParallelStage:
             return
         counts = self._counts([parameter.grad is not None for parameter in parameters])
         used = [p for p, count in zip(parameters, counts, strict=True) if count]
+        # All copies sum the same tensors, also those of which only another copy has a gradient.
         for parameter in used:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)

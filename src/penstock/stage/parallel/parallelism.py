@@ -146,6 +146,7 @@ class Parallelism:
     def _share(self, tensor: Tensor) -> None:
         """Copy a tensor of the first process to all that share the stage or have a copy of it."""
         for name in self._shared_dimensions:
+            # A copy only if the tensor is not contiguous, so that what arrives is copied back.
             content = tensor.contiguous()
             message = content.view(-1).view(torch.uint8)  # gloo has few dtypes
             dist.broadcast(message, group=self.mesh.group(name), group_src=0)

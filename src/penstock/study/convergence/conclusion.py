@@ -105,6 +105,7 @@ def compare_with_flush(
     if failures:
         standing = Standing.NOT_TRAINING
         words = f"{len(failures)} of {len(records)} runs: {'; '.join(failures)}"
+    # Flush has a row of its own, in which it is compared with itself.
     if records is not flush and len(flush_values) < len(flush):
         standing = Standing.UNDECIDED
         failed = len(flush) - len(flush_values)

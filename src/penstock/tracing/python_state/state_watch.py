@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from types import CodeType, FunctionType
+from types import FunctionType
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
+from penstock.modules.host_random import names_of_code
 from penstock.tracing.faults import is_users
 from penstock.tracing.python_state.attribute_reads import MISSING, TORCHS, is_users_class
 from penstock.tracing.python_state.python_values import (
@@ -269,7 +270,7 @@ class Watch:
         if not isinstance(function, FunctionType) or not is_users(function.__code__.co_filename):
             return
         names = function.__globals__
-        for key in _names(function.__code__):
+        for key in names_of_code(function.__code__):
             if (id(names), key) in visited or key not in names:
                 continue
             visited.add((id(names), key))
@@ -291,14 +292,6 @@ class Watch:
         if entry is None or entry[0] is not value:
             entry = self._summaries[id(value)] = (value, summary(value, self._shared))
         return entry[1]
-
-
-def _names(code: CodeType) -> Iterator[str]:
-    """Yield the global names that a function uses, also in functions that it contains."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names(constant)
 
 
 def _is_plain(value: Any) -> bool:

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +14,7 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.functional import cross_entropy, mse_loss
 
-from penstock.errors import SettingError
+from penstock.errors import SettingError, did_you_mean
 from penstock.stage.stage import Loss
 from penstock.training.data.batches import Dataset
 from penstock.training.sources import hugging_face
@@ -224,8 +223,7 @@ def parse_loss(text: str) -> Loss:
     if not is_reference(text):
         names = [name for name in dir(functional) if name.endswith(("_loss", "cross_entropy"))]
         if text not in names:
-            close = difflib.get_close_matches(text, names, n=1)
-            hint = f" Did you mean {close[0]!r}?" if close else ""
+            hint = did_you_mean(text, names)
             raise SettingError(
                 f"--loss {text}: name a loss of torch.nn.functional, such as cross_entropy, or "
                 f"package.module:function.{hint}"

@@ -22,11 +22,12 @@ single card as index 0, and CUDA_VISIBLE_DEVICES permutes indices.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
 from penstock.errors import SettingError
+from penstock.units import format_count, format_ranks
 
 TransportName = Literal["nccl", "host memory"]
 
@@ -174,16 +175,6 @@ def assign_local_device(facts: RankFacts, current: int) -> Assignment:
     )
 
 
-def join_ranks(ranks: Iterable[int]) -> str:
-    """Return ranks as text.
-
-    >>> join_ranks([3]), join_ranks([0, 2])
-    ('rank 3', 'ranks 0, 2')
-    """
-    numbers = [str(rank) for rank in ranks]
-    return f"rank{'s' * (len(numbers) != 1)} {', '.join(numbers)}"
-
-
 def _choose(ranks: Sequence[RankFacts]) -> list[_Choice]:
     """Choose the device of every rank, each by its own facts.
 
@@ -199,7 +190,7 @@ def _choose(ranks: Sequence[RankFacts]) -> list[_Choice]:
         except SettingError as error:
             refusals.setdefault(f"on {facts.hostname}: {error}", []).append(rank)
     if refusals:
-        lines = [f"{join_ranks(numbers)} {text}" for text, numbers in refusals.items()]
+        lines = [f"{format_ranks(numbers)} {text}" for text, numbers in refusals.items()]
         raise SettingError("; ".join(lines))
     return choices
 
@@ -248,8 +239,7 @@ def _choice_without_position(facts: RankFacts) -> _Choice | None:
 
 def _visible(facts: RankFacts) -> str:
     """Return the number of visible cards as text."""
-    count = len(facts.cards)
-    return f"{count} {facts.accelerator} card{'s' * (count != 1)} visible"
+    return f"{format_count(len(facts.cards), f'{facts.accelerator} card')} visible"
 
 
 def _is_complete(facts: RankFacts, choice: _Choice) -> bool:
@@ -334,7 +324,7 @@ def _check_types(ranks: Sequence[RankFacts], choices: Sequence[_Choice]) -> None
             reason = f"device={facts.requested!r}"
         groups.setdefault((choice.type, facts.hostname, reason), []).append(rank)
     parts = [
-        f"{join_ranks(numbers)} on {hostname} on {kind} ({reason})"
+        f"{format_ranks(numbers)} on {hostname} on {kind} ({reason})"
         for (kind, hostname, reason), numbers in groups.items()
     ]
     raise SettingError(
@@ -381,7 +371,7 @@ def _transport(
         return "host memory", "messages through host memory: NCCL serves CUDA devices alone"
     for rank_numbers, text in _nccl_obstacles(ranks, choices, sharers):
         if rank_numbers:
-            reason = f"messages through host memory: {text} {join_ranks(rank_numbers)}"
+            reason = f"messages through host memory: {text} {format_ranks(rank_numbers)}"
             return "host memory", reason
     return "nccl", "messages by NCCL: every rank has a card that no other rank has"
 
@@ -415,7 +405,7 @@ def _nccl_obstacles(
 
 def _line(rank: int, choice: _Choice, sharers: tuple[int, ...], transport: str) -> str:
     """Return device and transport of a rank as a line for the log."""
-    shared = f"; shared with {join_ranks(sharers)}" if sharers else ""
+    shared = f"; shared with {format_ranks(sharers)}" if sharers else ""
     return f"rank {rank} computes on {_location(choice)}{shared}; {transport}"
 
 

@@ -99,6 +99,7 @@ def host_identity() -> str:
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
+        # Not on Linux. An empty text is of no host.
         return ""
 
 

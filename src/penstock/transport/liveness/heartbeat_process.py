@@ -222,6 +222,8 @@ class _Loop:
             try:
                 self.endpoint.sendto(datagram, socket.MSG_DONTWAIT, peer.address)
             except OSError:
+                # A full buffer, or no route for now: the next heartbeat follows soon, and only a
+                # long silence counts.
                 continue
 
     def _receive(self, now_s: float) -> None:
@@ -230,6 +232,7 @@ class _Loop:
             try:
                 datagram = self.endpoint.recv(_MAX_BYTES, socket.MSG_DONTWAIT)
             except OSError:
+                # Nothing more to read.
                 return
             self.pulse.receive(datagram, now_s)
 
@@ -255,6 +258,7 @@ def _watch_process(pid: int) -> int | None:
     try:
         return os.pidfd_open(pid)
     except (AttributeError, OSError):
+        # Python has the call on Linux only; the process may also have ended already.
         return None
 
 

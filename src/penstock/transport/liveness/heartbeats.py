@@ -36,6 +36,7 @@ from penstock.transport.addresses import BIND, bind_address, close_connections, 
 from penstock.transport.liveness.heartbeat_process import State
 from penstock.transport.liveness.join_progress import JoinProgress
 from penstock.transport.liveness.stopped_processes import LIMIT_S, LostSiblings
+from penstock.units import format_ranks
 
 #: Environment variable with the secret of the heartbeats, the same on all ranks. Without it rank 0
 #: draws one and writes it to the store.
@@ -163,6 +164,7 @@ class Heartbeats:
             return
         self._closed = True
         atexit.unregister(self._leave)
+        # The process may have ended, and with it the other end of the pipe.
         with contextlib.suppress(OSError, ValueError):
             self._write(State.FAILED if failed else State.CLOSED)
             assert self._process.stdin is not None
@@ -243,6 +245,7 @@ class Heartbeats:
 
         def ask() -> None:
             """Ask the store for any key."""
+            # An error is an answer too: the connection is closed, and nothing waits on it.
             with contextlib.suppress(RuntimeError):
                 self._store.check(["heartbeat/0"])
             answered.set()
@@ -405,11 +408,9 @@ def wait_for_keys(
                 if on_key is not None:
                     on_key(rank)
         if missing and time.monotonic() > deadline_s:
-            names = ", ".join(str(rank) for rank in sorted(missing))
-            word = "ranks" if len(missing) > 1 else "rank"
             waited_s = time.monotonic() - started_s
             raise RunError(
-                f"{word} {names} did not join the run within {waited_s:.0f} s. Look at the output "
+                f"{format_ranks(sorted(missing))} did not join the run within {waited_s:.0f} s. Look at the output "
                 "of their processes; deadline_s sets how long the others wait"
             )
         if missing:

@@ -1,0 +1,43 @@
+"""Cuts of a V against every other cut."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from tests.partition.test_looped import chains, check
+
+from penstock.partition.folded import folded
+
+V = {(ranks,): [*range(ranks), *range(ranks - 1, -1, -1)] for ranks in (1, 2, 3, 4)}
+
+
+@pytest.mark.usefixtures("loops")
+@settings(deadline=None, max_examples=80)
+@given(case=chains(V))
+def test_no_v_has_a_faster_busiest_rank_and_none_as_fast_a_smaller_largest_stage(case):
+    """Unlike ranks, links, and memory of both stages together included; what is said not to fit
+    must not.
+    """
+    check(folded(case[1], case[0][0], **case[2]), case, V[case[0]])
+
+
+def test_a_hundred_layers_in_a_v_are_nearly_even():
+    """Beyond brute force: two stages per rank leave little to chance."""
+    costs = np.random.default_rng(1).random(100)
+    lengths = folded(costs, 8)
+    edges = np.cumsum([0, *lengths])
+    stages = [costs[a:b].sum() for a, b in pairwise(edges)]
+    ranks = [stages[rank] + stages[15 - rank] for rank in range(8)]
+    assert max(ranks) <= 1.02 * costs.sum() / 8
+    smooth = np.cumsum([0, *folded(costs, 8, slack=0.05)])
+    assert max(costs[a:b].sum() for a, b in pairwise(smooth)) < max(stages)
+
+
+def test_both_stages_of_a_rank_share_its_memory():
+    """Rank 1 has 10 bytes: the cut 3, 1, 2, 2 would be faster, and needs 12 there."""
+    seconds, layer_bytes = [1, 2, 2, 4, 2, 3, 1, 4], [2, 3, 3, 6, 0, 6, 1, 4]
+    options = {"fixed_bytes": layer_bytes, "saved_bytes": [0] * 8, "in_flight": [1] * 4}
+    assert folded(seconds, 2, **options, limits=[18, 10]) == [2, 2, 1, 3]

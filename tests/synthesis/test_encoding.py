@@ -1,0 +1,92 @@
+"""Encoded programs: routes, halves that are joined, and what cannot be encoded."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.synthesis.requests import problem_of
+
+from penstock.schedule.catalogue import schedule
+from penstock.schedule.op import Kind, Schedule
+from penstock.simulate.costs import Costs
+from penstock.simulate.simulate import simulate_schedule
+from penstock.synthesis.arrays import make_workspace, max_ops
+from penstock.synthesis.encoding import decode, encode, join_halves, route_counts
+from penstock.synthesis.evaluate import evaluate
+from penstock.synthesis.problem import Constraints
+from penstock.verify.verify import verify
+
+
+@pytest.mark.parametrize(
+    ("placement", "name", "numbers", "counts"),
+    [
+        ("linear", "1f1b", (4, 6), (6,)),
+        ("linear", "1f1b", (4, 5), None),
+        ("linear", "zb-v", (4, 6), None),
+        ("v", "zb-v", (4, 6), (6,)),
+        ("interleaved", "zb-v", (4, 6), None),
+        ("bidirectional", "chimera", (4, 6), (3, 3)),
+        ("bidirectional", "1f1b", (4, 6), None),
+        ("bidirectional", "gems", (4, 6), (3, 3)),
+    ],
+)
+def test_a_schedule_has_counts_only_on_the_routes_of_the_problem(placement, name, numbers, counts):
+    """Every route must have a micro-batch, and all numbers must agree."""
+    problem = problem_of(Costs(forward=(1.0,) * 4), 6, Constraints(placement))
+    assert route_counts(problem, schedule(name, *numbers)) == counts
+
+
+def test_evictions_and_more_ops_than_the_search_has_cannot_be_encoded():
+    """A rank has three ops per micro-batch of each copy at most."""
+    problem = problem_of(Costs(forward=(1.0,) * 4), 8, Constraints("linear"))
+    spec = problem.spec((8,))
+    assert max_ops(spec) == 24
+    assert encode(problem, spec, schedule("bpipe", 4, 8)) is None
+    encoding = encode(problem, spec, schedule("zb-h1", 4, 8))
+    assert encoding.lengths.tolist() == [
+        sum(op.kind is not Kind.U for op in program) for program in schedule("zb-h1", 4, 8).programs
+    ]
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.sampled_from([("linear", "zb-h1"), ("v", "zb-v"), ("linear", "zb-h2")]),
+    st.lists(st.integers(1, 4), min_size=4, max_size=4),
+    st.sampled_from([0.75, 1.0, 1.25]),
+)
+def test_halves_are_joined_only_where_that_takes_no_longer(case, forward, whole):
+    """Where a whole backward costs more than its halves, all stay; the programs stay sound."""
+    placement, name = case
+    costs = Costs(
+        forward=tuple(map(float, forward)),
+        input_grad=tuple(map(float, forward)),
+        weight_grad=tuple(map(float, forward)),
+        backward=tuple(2.0 * whole * seconds for seconds in forward),
+        transfer=0.5,
+    )
+    problem = problem_of(costs, 5, Constraints(placement))
+    spec = problem.spec((5,))
+    encoding, work = encode(problem, spec, schedule(name, 4, 5)), make_workspace(spec)
+    before_s, ops = evaluate(spec, encoding, work), int(encoding.lengths.sum())
+    join_halves(spec, encoding, work)
+    joined = decode(problem, spec, encoding, work)
+    verify(joined)
+    after_s = simulate_schedule(joined, costs).makespan
+    assert after_s <= before_s * (1 + 1e-9)
+    assert evaluate(spec, encoding, work) == pytest.approx(after_s)
+    count = sum(op.kind is Kind.B for op in joined.ops)
+    assert int(encoding.lengths.sum()) == ops - count
+    assert count == 0 if whole > 1 else count > 0
+
+
+def test_updates_come_in_the_first_idle_time_that_is_long_enough_or_at_the_end():
+    """Rank 0 of a V is idle for the gradient of stage 0 after its stage 3 is done."""
+    text = "0F0 3F0 3B0 0B0 0U1 3U1\n1F0 2F0 2B0 1B0 1U1 2U1"
+    for update, program in ((0.0, "3U1 0B0 0U1"), (1.0, "3U1 0B0 0U1"), (9.0, "0B0 0U1 3U1")):
+        costs = Costs(forward=(1.0,) * 4, backward=(2.0,) * 4, update=(0.0, 0.0, 0.0, update))
+        problem = problem_of(costs, 1, Constraints("v"))
+        spec = problem.spec((1,))
+        encoding = encode(problem, spec, Schedule.parse(text))
+        row = " ".join(map(str, decode(problem, spec, encoding, make_workspace(spec)).programs[0]))
+        assert row == f"0F0 3F0 3B0 {program}"
