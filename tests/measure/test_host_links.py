@@ -33,7 +33,16 @@ def test_a_link_of_long_latency_has_its_bandwidth(monkeypatch):
     monkeypatch.setattr(
         host_links, "settled_seconds", lambda peer, wires, size: (0.15 + size / 12.5e6, 1e-5)
     )
+    bandwidths = []
+
+    def busy_seconds(peer, wires, bandwidth):
+        bandwidths.append(bandwidth)
+        return 3e-9
+
+    monkeypatch.setattr(host_links, "busy_seconds_per_byte", busy_seconds)
     times = host_links._time_pair(1, None)
+    assert times.busy_s_per_byte == 3e-9
+    assert bandwidths == [pytest.approx(12.5e6, rel=1e-6)]
     assert times.sizes == (64, 2**14, 2**17, 2**20, 2**22), "the last takes 0.34 s longer"
     link = link_of(times)
     assert link.latency_s == pytest.approx(0.15, rel=1e-3)
@@ -51,6 +60,10 @@ def test_the_cpu_time_of_messages_is_that_of_the_shortest_one_and_more_per_byte(
     other = Times(sizes, seconds, cpu_s=(5e-5, 6.5e-4))
     network = network_link([Times(sizes, seconds, cpu_s=(5e-5, 4.5e-4)), other], 1.5)
     assert network.cpu_s_per_byte == pytest.approx(5e-10)
+    assert network.busy_s_per_byte is None
+    busy = [Times(sizes, seconds, busy_s_per_byte=value) for value in (1e-9, 2e-9, 6e-9)]
+    assert link_of(busy[1]).busy_s_per_byte == 2e-9
+    assert network_link(busy, 1.5).busy_s_per_byte == 2e-9
 
 
 def test_a_rank_that_is_lost_during_the_measurement_is_told_in_words(monkeypatch):

@@ -8,6 +8,7 @@ import pytest
 
 from penstock.cluster.cluster import Cluster, Device, Link
 from penstock.errors import SettingError
+from penstock.profile.conditions import Conditions
 from penstock.profile.profile import LayerProfile, Profile, Timing
 from penstock.schedule.catalogue import schedule
 from penstock.schedule.op import Schedule
@@ -115,6 +116,41 @@ def test_measured_cpu_times_of_a_link_replace_the_constants():
         _, stage_costs = costs(a_profile(), "cpu", ranks_per_host=1, link=link)
         cpu_s = expected_s + 200 * 1e-3
         assert stage_costs.forward == pytest.approx((4 + cpu_s, 4 + cpu_s))
+
+
+@pytest.mark.parametrize(
+    ("own_cores", "processes", "per_byte"),
+    [(None, 1, 4e-3), (1.0, 1, 4e-3), (1.0, 2, 2e-3), (4.0, 2, 4e-3), (0.1, 1, 1e-3)],
+    ids=["not known", "computes", "half the time", "several threads", "sleeps"],
+)
+def test_a_rank_that_computes_loses_more_to_messages_than_the_time_of_its_process(
+    own_cores, processes, per_byte
+):
+    """The kernel's work is in no process's account; who sleeps meanwhile loses nothing to it."""
+    conditions = Conditions(seconds=1.0, cores=2, processes=processes, own_cores=own_cores)
+    profile = replace(a_profile(), conditions=conditions)
+    link = replace(LINK, cpu_s_per_byte=1e-3, cpu_s_per_message=0.0, busy_s_per_byte=4e-3)
+    _, stage_costs = costs(profile, "cpu", ranks_per_host=1, link=link)
+    send_s, receive_s = SEND_S + 200 * per_byte, RECEIVE_S + 200 * per_byte
+    assert stage_costs.forward == pytest.approx((4 + send_s, 4 + receive_s))
+    assert stage_costs.backward == pytest.approx((12 + receive_s, 12 + send_s))
+
+
+def test_sender_and_receiver_lose_by_their_own_devices():
+    """One computes, the other sleeps."""
+    computes = replace(
+        a_profile(), conditions=Conditions(seconds=1.0, cores=2, processes=1, own_cores=1.0)
+    )
+    sleeps = replace(
+        a_profile(), conditions=Conditions(seconds=1.0, cores=2, processes=1, own_cores=0.0)
+    )
+    link = replace(LINK, cpu_s_per_byte=0.0, cpu_s_per_message=0.0, busy_s_per_byte=4e-3)
+    cluster = Cluster("c", (Device("d", 10**9, "cpu"),) * 2, 1, link, link)
+    case_schedule = schedule("gpipe", 2, 4)
+    found = schedule_costs(
+        case_schedule, [computes, sleeps], [2, 2], cluster, 8, weight_rule("flush")
+    )
+    assert found.forward == pytest.approx((4 + SEND_S + 200 * 4e-3, 4 + RECEIVE_S))
 
 
 def test_ranks_of_one_host_use_the_network_for_other_hosts_only():

@@ -138,6 +138,7 @@ class LinkFigures:
         bandwidth: bytes per second.
         shared: whether all ranks that it joins share one medium.
         cpu_per_byte, cpu_per_message: CPU seconds that a message takes of each of its two ranks.
+        busy_per_byte: seconds that a rank loses to a message if it computes meanwhile.
         source: where the figures are from.
     """
 
@@ -146,6 +147,7 @@ class LinkFigures:
     shared: Flag = None
     cpu_per_byte: Latency = None
     cpu_per_message: Latency = None
+    busy_per_byte: Latency = None
     source: OptionalText = None
 
 

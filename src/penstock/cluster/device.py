@@ -140,6 +140,8 @@ class Link:
             time.
         cpu_s_per_byte, cpu_s_per_message: CPU seconds that each of the two ranks spends on a
             message between hosts; None if they were not measured.
+        busy_s_per_byte: seconds that each of the two ranks loses if it computes meanwhile; None if
+            that was not measured.
 
     Raises:
         ClusterError: the latency or a CPU time is below 0, or the bandwidth not above it.
@@ -151,11 +153,12 @@ class Link:
     shared: bool = False
     cpu_s_per_byte: float | None = None
     cpu_s_per_message: float | None = None
+    busy_s_per_byte: float | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.latency_s < float("inf"):
             raise ClusterError(f"a link's latency is 0 s or more, not {self.latency_s!r}")
-        for seconds in (self.cpu_s_per_byte, self.cpu_s_per_message):
+        for seconds in (self.cpu_s_per_byte, self.cpu_s_per_message, self.busy_s_per_byte):
             if seconds is not None and not 0 <= seconds < math.inf:
                 raise ClusterError(f"a link's CPU time is 0 s or more, not {seconds!r}")
         if not self.bandwidth_bytes_per_s > 0:
@@ -169,6 +172,8 @@ class Link:
         cpu = ""
         if self.cpu_s_per_byte is not None:
             cpu = f", {self.cpu_s_per_byte * 1e9:.3g} ns of CPU per byte"
+        if self.busy_s_per_byte is not None:
+            cpu += f" ({self.busy_s_per_byte * 1e9:.3g} ns while it computes)"
         return f"{format_seconds(self.latency_s)} + {bandwidth}{shared}{cpu} ({self.source})"
 
     def transfer_seconds(self, count: float) -> float:

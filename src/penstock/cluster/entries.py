@@ -32,6 +32,7 @@ _LINK_FIELDS: Final = {
     "shared": "shared",
     "cpu_per_byte": "cpu_s_per_byte",
     "cpu_per_message": "cpu_s_per_message",
+    "busy_per_byte": "busy_s_per_byte",
     "source": "source",
 }
 

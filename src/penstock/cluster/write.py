@@ -111,6 +111,8 @@ def _link(link: Link) -> dict[str, Any]:
         row["cpu_per_byte"] = _exact(link.cpu_s_per_byte, _SHORT_TIMES, parse_latency)
     if link.cpu_s_per_message is not None:
         row["cpu_per_message"] = _exact(link.cpu_s_per_message, _TIMES, parse_latency)
+    if link.busy_s_per_byte is not None:
+        row["busy_per_byte"] = _exact(link.busy_s_per_byte, _SHORT_TIMES, parse_latency)
     if link.source:
         row["source"] = link.source
     return row

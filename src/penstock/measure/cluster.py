@@ -20,7 +20,7 @@ from penstock.errors import SettingError
 from penstock.measure.device_benchmarks import Load, benchmark_loads, time_load
 from penstock.measure.device_kinds import equally_fast, name_by_kind
 from penstock.measure.fit import Fit, fit, rounded_link, short_seconds, short_value
-from penstock.measure.host_links import network_link
+from penstock.measure.host_links import network_link, with_busy_seconds
 from penstock.measure.messages import (
     Times,
     Wires,
@@ -154,8 +154,13 @@ def _measure_pair(
     steps.next(f"link {a}-{b}")
     times = Times((), ())
     if dist.get_rank() in pair:
-        time_pair = time_messages if hosts[a] == hosts[b] else time_network_messages
-        times = time_pair(a + b - dist.get_rank(), wires, repeats)
+        peer = a + b - dist.get_rank()
+        if hosts[a] == hosts[b]:
+            times = time_messages(peer, wires, repeats)
+        else:
+            times = time_network_messages(peer, wires, repeats)
+            if wires.device.type == "cpu":
+                times = with_busy_seconds(times, peer, wires)
     wires.barrier()
     times = broadcast(times, Times, a)
     return PairMeasurement(a, b, times, fit(times.sizes, times.fresh_s))

@@ -124,6 +124,9 @@ def rounded_link(link: Link) -> Link:
         latency_s=short_seconds(link.latency_s),
         bandwidth_bytes_per_s=short_value(link.bandwidth_bytes_per_s),
     )
+    if link.busy_s_per_byte is not None:
+        busy_s_per_byte = parse_seconds(f"{link.busy_s_per_byte * 1e9:.4g} ns")
+        rounded = replace(rounded, busy_s_per_byte=busy_s_per_byte)
     if link.cpu_s_per_byte is None or link.cpu_s_per_message is None:
         return rounded
     return replace(

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from penstock.cluster.device import Link
+from penstock.measure.busy_messages import busy_seconds_per_byte
 from penstock.measure.messages import Times, Wires, settled_seconds
 from penstock.transport.collectives import broadcast
 from penstock.transport.process_group import naming_lost_ranks
@@ -55,7 +56,9 @@ def measure_host_links(hosts: Sequence[str]) -> tuple[Link | None, Link | None]:
     inside_link = _median_link(inside, wires)
     if inside_link is not None:
         # Ranks of one host move messages themselves: all of their time is CPU time.
-        inside_link = replace(inside_link, cpu_s_per_byte=None, cpu_s_per_message=None)
+        inside_link = replace(
+            inside_link, cpu_s_per_byte=None, cpu_s_per_message=None, busy_s_per_byte=None
+        )
     return inside_link, _median_link(between, wires)
 
 
@@ -88,7 +91,7 @@ def link_of(times: Times) -> Link:
     size, seconds = times.sizes[-1], times.fresh_s[-1]
     more_bytes, more_s = size - times.sizes[-2], seconds - times.fresh_s[-2]
     bandwidth = more_bytes / more_s if more_s > 0 else size / seconds
-    link = Link(times.fresh_s[0], bandwidth, "measured")
+    link = Link(times.fresh_s[0], bandwidth, "measured", busy_s_per_byte=times.busy_s_per_byte)
     if not times.cpu_s:
         return link
     # A longer message takes no less; what is measured of the shortest one is the message itself.
@@ -113,6 +116,7 @@ def network_link(times: Sequence[Times], shared_above: float) -> Link:
         shared=statistics.median(pair.both_ways for pair in times) > shared_above,
         cpu_s_per_byte=_median([link.cpu_s_per_byte for link in links]),
         cpu_s_per_message=_median([link.cpu_s_per_message for link in links]),
+        busy_s_per_byte=_median([link.busy_s_per_byte for link in links]),
     )
 
 
@@ -137,4 +141,12 @@ def _time_pair(peer: int, wires: Wires) -> Times:
         cpu.append(cpu_s)
         if seconds[-1] - seconds[0] > _LONG_S:
             break
-    return Times(tuple(sizes), tuple(seconds), cpu_s=tuple(cpu))
+    return with_busy_seconds(Times(tuple(sizes), tuple(seconds), cpu_s=tuple(cpu)), peer, wires)
+
+
+def with_busy_seconds(times: Times, peer: int, wires: Wires) -> Times:
+    """Measure what a rank that computes loses to messages, and add it to their times; both ranks
+    call it.
+    """
+    bandwidth = link_of(times).bandwidth_bytes_per_s
+    return replace(times, busy_s_per_byte=busy_seconds_per_byte(peer, wires, bandwidth))

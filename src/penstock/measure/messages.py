@@ -103,6 +103,7 @@ class Times:
         both_ways: ratio of the time for both directions at once to that of one: 1 on a duplex link,
             2 on a shared one.
         cpu_s: CPU seconds that each of the two ranks spends on a message; () if not measured.
+        busy_s_per_byte: see `Link`; None if not measured.
     """
 
     sizes: tuple[int, ...]
@@ -110,6 +111,7 @@ class Times:
     used_s: tuple[float, ...] = ()
     both_ways: float = 1.0
     cpu_s: tuple[float, ...] = ()
+    busy_s_per_byte: float | None = None
 
 
 def time_messages(

@@ -56,7 +56,8 @@ def with_host_work(
             backward=_add(costs.backward, accumulation),
             weight_grad=_add(costs.weight_grad, accumulation),
         )
-    forward_messages, backward_messages = _message_seconds(costs, schedule, cluster)
+    busy_shares = [busy_share(profile) for profile in profiles]
+    forward_messages, backward_messages = _message_seconds(costs, schedule, cluster, busy_shares)
     backward_work = [
         _plus(message_s, accumulation_s)
         for accumulation_s, message_s in zip(accumulation, backward_messages, strict=True)
@@ -123,11 +124,11 @@ def _accumulation_seconds(
 
 
 def _message_seconds(
-    costs: Costs, schedule: Schedule, cluster: Cluster
+    costs: Costs, schedule: Schedule, cluster: Cluster, busy_shares: Sequence[float]
 ) -> tuple[list[Entry], list[Entry]]:
     """Return per stage the host seconds of messages in forward and in backward.
 
-    They are per micro-batch: on average over its ranks and micro-batches, or, where a boundary is
+    `busy_shares` are those of the ranks, see `busy_share`. The seconds are per micro-batch: on average over its ranks and micro-batches, or, where a boundary is
     crossed both inside hosts and between them, for every one of them.
     """
     crossing = costs.spread("boundary_bytes", schedule.stages - 1) or (0.0,) * (schedule.stages - 1)
@@ -145,7 +146,9 @@ def _message_seconds(
     for stage, boundary_bytes in enumerate(crossing):
         message_bytes = boundary_bytes / schedule.slices_per_micro_batch
         pairs = _pairs(schedule, stage)
-        seconds_of = {pair: _rank_seconds(message_bytes, pair, cluster) for pair in pairs}
+        seconds_of = {}
+        for pair in pairs:
+            seconds_of[pair] = _rank_seconds(message_bytes, pair, cluster, busy_shares)
         if len(set(seconds_of.values())) > 1:
             # A mean over micro-batches would slow down those that stay inside of a host.
             rows = [
@@ -163,11 +166,14 @@ def _message_seconds(
 
 
 def _rank_seconds(
-    message_bytes: float, pair: tuple[int, int], cluster: Cluster
+    message_bytes: float, pair: tuple[int, int], cluster: Cluster, busy_shares: Sequence[float]
 ) -> tuple[float, float]:
     """Return the seconds that a message takes of its sender's and of its receiver's time."""
     if _crosses_hosts(cluster, pair):
-        return _network_cpu_seconds(message_bytes, cluster.link(*pair))
+        sender, receiver = pair
+        return _network_cpu_seconds(
+            message_bytes, cluster.link(*pair), (busy_shares[sender], busy_shares[receiver])
+        )
     return SEND_S + cluster.transfer_seconds(message_bytes, *pair), RECEIVE_S
 
 
@@ -176,12 +182,34 @@ def network_s_per_byte(link: Link) -> float:
     return NETWORK_S_PER_BYTE if link.cpu_s_per_byte is None else link.cpu_s_per_byte
 
 
-def _network_cpu_seconds(message_bytes: float, link: Link) -> tuple[float, float]:
-    """Return the CPU seconds of a message between hosts, of its sender and of its receiver."""
+def busy_share(profile: Profile) -> float:
+    """Return the part of an op's time in which it uses a core, 0 to 1; 1 if that is not known.
+
+    An op that waits, for a disk or a sleep, loses nothing to what else the core does.
+    """
+    conditions = profile.conditions
+    if conditions is None or conditions.own_cores is None:
+        return 1.0
+    return min(1.0, conditions.own_cores / conditions.processes)
+
+
+def _network_cpu_seconds(
+    message_bytes: float, link: Link, busy_shares: tuple[float, float]
+) -> tuple[float, float]:
+    """Return the seconds that ops take longer by a message between hosts, those of its sender and
+    those of its receiver, which compute for these parts of their time.
+    """
     # What was measured is gloo's part; the constants also have Penstock's own bookkeeping.
     per_message = link.cpu_s_per_message or 0.0
-    bytes_s = message_bytes * network_s_per_byte(link)
-    return max(SEND_S, per_message) + bytes_s, max(RECEIVE_S, per_message) + bytes_s
+    process_s = network_s_per_byte(link)
+    # The loss contains the CPU time of the process.
+    send_s, receive_s = (
+        max(process_s, share * (link.busy_s_per_byte or 0.0)) for share in busy_shares
+    )
+    return (
+        max(SEND_S, per_message) + message_bytes * send_s,
+        max(RECEIVE_S, per_message) + message_bytes * receive_s,
+    )
 
 
 def _flight_seconds(costs: Costs, schedule: Schedule, cluster: Cluster) -> PerStage:

@@ -1,0 +1,82 @@
+"""What a rank that computes loses to messages. No test looks at a clock."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+
+from penstock.measure import busy_messages
+from penstock.measure.busy_messages import busy_seconds_per_byte, lost_seconds
+
+
+class DoneWork:
+    """A transfer that has ended."""
+
+    def wait(self):
+        """Return at once."""
+
+
+class CountedWires:
+    """Wires that note what goes over them."""
+
+    def __init__(self):
+        self.log = []
+
+    def meet(self, peer):
+        """Note a meeting."""
+        self.log.append("meet")
+
+    def send(self, tensor, peer):
+        """Note a message that leaves."""
+        self.log.append(("send", peer, tensor.nbytes))
+        return DoneWork()
+
+    def receive(self, tensor, peer):
+        """Note a message that comes."""
+        self.log.append(("receive", peer, tensor.nbytes))
+        return DoneWork()
+
+
+def measured(monkeypatch, rank, rates, bandwidth):
+    """The figure of a rank whose products run at these rates, the wires, and the windows."""
+    wires, windows = CountedWires(), []
+    sequence = iter(rates)
+
+    def products_per_s(window_s):
+        wires.log.append("compute")
+        windows.append(window_s)
+        return next(sequence)
+
+    monkeypatch.setattr(dist, "get_rank", lambda: rank)
+    monkeypatch.setattr(busy_messages, "_products_per_s", products_per_s)
+    return busy_seconds_per_byte(1 - rank, wires, bandwidth), wires.log, windows
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_send_and_receive_in_turn_and_compute_meanwhile(monkeypatch, rank):
+    """Both directions cost; each is compared with the same work just before it."""
+    figure, log, windows = measured(monkeypatch, rank, [100.0, 80.0] * 6, 2**22)
+    message = 2**18
+    directions = ["send", "receive"] if rank == 0 else ["receive", "send"]
+    expected = []
+    for direction in directions * 3:
+        transfers = [(direction, 1 - rank, message)] * 2  # as many as 0.15 s take
+        expected += ["meet", "compute", "meet", *transfers, "compute"]
+    assert log == expected
+    assert windows == pytest.approx([0.15, 0.125] * 6)
+    assert figure == pytest.approx(0.2 * 0.125 / (2 * message))
+
+
+def test_the_median_of_the_rounds_counts_and_no_gain_does(monkeypatch):
+    """Another program that ends in a round would seem to make messages profitable."""
+    rates = [100, 90, 100, 200, 100, 90, 100, 10, 100, 80, 100, 80]
+    figure, _, _ = measured(monkeypatch, 0, map(float, rates), 2**22)
+    assert figure == pytest.approx(0.15 * 0.125 / 2**19), "between 0.1 and 0.2"
+    assert lost_seconds(100.0, 120.0, 1.0) == 0
+
+
+@pytest.mark.parametrize(("bandwidth", "messages"), [(1e4, 1), (2**22, 2), (1e12, 64)])
+def test_a_window_has_as_many_messages_as_the_link_carries(monkeypatch, bandwidth, messages):
+    """One at least on the slowest link, and a limited number on memory."""
+    _, log, _ = measured(monkeypatch, 0, [1.0] * 12, bandwidth)
+    assert log.index("compute", 3) - 3 == messages
