@@ -73,6 +73,7 @@ def load(
     try:
         report = attempt(first, read)
     except Exception as error:
+        # `attempt` reports errors of the checkpoint; of others the ranks that wait must hear too.
         _fail(world, error)
         raise
     reports = exchange(

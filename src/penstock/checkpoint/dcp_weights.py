@@ -143,6 +143,7 @@ def _read_metadata(folder: Path) -> Any:
         damage = "" if isinstance(metadata, Metadata) else "it holds something else"
         damage = damage or _storage_damage(folder, metadata)
     except OSError:
+        # A file that cannot be read is not a damaged one.
         raise
     except Exception as error:  # noqa: BLE001 - a damaged pickle raises almost anything
         damage = str(error) or type(error).__name__
@@ -169,11 +170,13 @@ def _storage_damage(folder: Path, metadata: Any) -> str:
             return "its files are transformed (compressed or encrypted)"
     files = {info.relative_path for info in metadata.storage_data.values()}
     for name in files:
+        # A link could lead out of the folder.
         if (folder / name).is_symlink() or not (folder / name).is_file():
             return f"there is no file {name}"
         available += (folder / name).stat().st_size
     for key, form in metadata.state_dict_metadata.items():
         size = _bytes_of(form)
+        # `load_dcp_weights` allocates this size before it reads.
         if not isinstance(key, str) or size < 0 or size > available:
             return f"{str(key)[:80]!r} is larger than all files"
     return ""

@@ -67,6 +67,7 @@ def fetch_missing(folder: Path, world: World) -> None:
     sources = [row for row in rows if row.identity]
     if not sources or len({row.identity for row in sources}) > 1:
         return
+    # The index last: a folder that has one then has the files that it names.
     files = (*sources[0].files, INDEX)
     separate_disks = any(row.separate_disks for row in sources)
     missing = {row.rank: [name for name in files if name not in row.sizes] for row in rows}
@@ -128,6 +129,7 @@ def _inventory(folder: Path) -> list[Any]:
     try:
         index = read_index(folder)
     except FileError:
+        # What is wrong with an index is left to `load`, which says it.
         return ["", [], {}, False]
     sizes = {}
     for name in (*index.files, INDEX):
@@ -150,8 +152,8 @@ def _send(world: World, file: Path, source: int, size: int, needing: set[int]) -
         FileError: on every rank, if it cannot be read or written.
     """
     first = world.local_ranks[0]
-    # Pipelines of one job that load the same checkpoint, as those of the coordinates of a mesh's "tp",
-    # may write to the same disk at the same time: each its own copy, of which the last one stays.
+    # Pipelines of one job that load the same checkpoint, as those of the coordinates of a mesh's
+    # "tp", may write to the same disk at the same time: each its own copy, of which the last stays.
     partial = file.with_name(f"{file.name}.{os.getpid()}.partial")
     copy = _Copy(file, partial, first == source, first in needing)
     copy.begin()

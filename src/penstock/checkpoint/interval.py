@@ -53,6 +53,7 @@ def parse_interval(value: int | str | None) -> Interval:
             seconds = parse_seconds(text)
         except SettingError:
             seconds = 0.0
+        # parse_seconds takes "1.5" as seconds; here it could as well be meant as steps.
         if seconds > 0 and text[-1:].isalpha():
             return Interval(seconds=seconds)
     raise SettingError(

@@ -56,6 +56,7 @@ def _check_attributes(optimizer: Optimizer, parameters: set[int]) -> None:
     # 8-bit optimizers have tables of constants in attributes; their state is in `.state`.
     constants = any(kind.__module__.startswith("bitsandbytes") for kind in type(optimizer).__mro__)
     for attribute, value in vars(optimizer).items():
+        # torch keeps the hooks of an optimizer under this prefix.
         if attribute in _COMMON or attribute.startswith("_optimizer_"):
             continue
         if _has_other_optimizer(value, optimizer):
@@ -114,6 +115,7 @@ def _check_overridden_state_dict(optimizer: Optimizer) -> None:
         state_dict = optimizer.state_dict()
         extra_keys = sorted(map(str, state_dict.keys() - {"state", "param_groups"}))
         entries = len(state_dict.get("state", {}))
+    # It is code of the user, which may raise anything.
     except Exception as error:
         raise SettingError(
             f"a checkpoint cannot hold the state of {name}: its own state_dict() failed with "

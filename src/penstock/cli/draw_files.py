@@ -64,6 +64,7 @@ def refuse_to_replace_plan(output: Path) -> None:
     try:
         keys = read_json(output, dict, kind="plan")
     except FileError:
+        # A file that is not a JSON object is no plan that could be lost.
         return
     if "programs" in keys:
         raise SettingError(

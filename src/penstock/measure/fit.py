@@ -61,9 +61,8 @@ def fit(sizes: Sequence[int], seconds: Sequence[float]) -> Fit:
 
     The relative error of a short message counts as much as that of a long one, and twice as long is
     as wrong as half as long. Squares of (fitted - measured) / measured would count a time that is
-    half as
-    long as a quarter as wrong: noisy times would bias the fit downwards. Both numbers come out
-        above 0.
+    half as long as a quarter as wrong: noisy times would bias the fit downwards. Both numbers come
+    out above 0.
 
     Args:
         sizes: bytes of the messages, at least two different numbers.

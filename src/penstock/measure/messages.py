@@ -70,8 +70,7 @@ class Wires:
         """Send and receive at the same time, and wait for both.
 
         As one batch, since NCCL runs the calls of a communicator one after another: two ranks that
-            both
-        send first and then receive would deadlock.
+        both send first and then receive would deadlock.
         """
         ops = [
             dist.P2POp(dist.irecv, into, peer, self.group, _TAG),

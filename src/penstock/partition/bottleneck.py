@@ -122,6 +122,7 @@ def _guesses(prefix: Floats, stages: int) -> list[np.ndarray]:
     """
     layers, index = len(prefix) - 1, np.arange(1, stages + 1)
     shares = np.searchsorted(prefix, prefix[-1] * index / stages)
+    # Ends that rise by at least one layer each; `minimum` leaves one for every later stage.
     rising = np.maximum.accumulate(np.maximum(shares - index, 0)) + index
     return [
         np.cumsum(partition_uniform(layers, stages)),

@@ -50,10 +50,9 @@ def folded(seconds: Costs, ranks: int, **options: Unpack[PlacedOptions]) -> list
         PartitionError: fewer layers than stages, or inconsistent shapes.
 
     Source: our own. Ranks are peeled off from outside: for a bound, and for the layers that the
-        ranks
-    so far have in front, only the most that they can have in back matters. That gives a lower bound
-    of the bottleneck in O(ranks x layers x longest stage) per bound. Whether every stage can have a
-    layer, and links stay within the bound, is decided over pairs of layers (front, back),
+    ranks so far have in front, only the most that they can have in back matters. That gives a lower
+    bound of the bottleneck in O(ranks x layers x longest stage) per bound. Whether every stage can
+    have a layer, and links stay within the bound, is decided over pairs of layers (front, back),
     restricted to those whose middle the other ranks can compute within the bound. One such pass is
     enough if the lower bound can be attained. On one shared core 100 layers on 8 ranks take 5 to 15
     ms, 1,000 on 64 take 3 to 7 s.
@@ -151,6 +150,7 @@ def _cut(chain: Placement, bound: float, largest: float) -> list[int] | None:
     """Return the stage ends of some V within the bounds; None if there is none."""
     size, costs = chain.layers + 1, chain.costs
     reached = np.zeros((chain.ranks + 1, size, size), np.uint8)
+    # A lower bound of what a middle costs: every layer where it is fastest.
     fastest = np.concatenate(([0.0], np.cumsum(np.diff(costs.seconds, axis=1).min(axis=0))))
     arguments = (costs, fastest, bound, largest, np.empty(size, np.int64), reached)
     if not run(fold, _iterations(chain), *arguments, calls=BOUNDS):
@@ -161,6 +161,7 @@ def _cut(chain: Placement, bound: float, largest: float) -> list[int] | None:
     for rank in range(chain.ranks - 1, -1, -1):
         inner = (front_end, back_start)
         front_end, back_start = _trace_rank(chain, rank, inner, (bound, largest), reached[rank])
+        # The front stage of rank 0 begins with layer 0, where no stage ends.
         ends = [front_end, *ends, back_start] if rank else [*ends, back_start]
     return ends
 

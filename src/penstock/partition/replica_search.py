@@ -95,6 +95,7 @@ class Chain:
         Stops at `stages`, or, if that is None, at the first number of stages for which the ranks
         suffice.
         """
+        # One rank more than there are says "impossible".
         fewest = [np.full(self.layers + 1, self.ranks + 1)]
         fewest[0][-1] = 0
         calls = 2 * HALVINGS * (stages or 1)
@@ -125,6 +126,7 @@ class Chain:
         values = self.entries()
         if not values.size:
             return None
+        # Below every entry, also 0: `low` itself is left out of the bounds below.
         low, high = -1.0, float(values.max())
         if not self.suffices(high, stages):
             return None
@@ -169,6 +171,7 @@ class Chain:
         None if the ranks cannot all be placed.
         """
         edges = np.cumsum([0] + [length for length, _ in stages])
+        # Squares of shares of the bound. Under a bound of 0 all seconds are 0, and any unit does.
         unit = bound or 1.0
 
         # The ranks are a chain too: `best_cut` cuts it from the last stage to the first. Row r is
@@ -212,6 +215,7 @@ class Chain:
         any_count = len(tables) > 1 and stages is None
         counts = range(1 if any_count else len(tables) - 1, len(tables))
         used_ranks = [self.ranks] if exactly else range(1, self.ranks + 1)
+        # Of equal values that of the fewest stages wins, then that of the fewest ranks.
         value, count, ranks = min(
             (float(tables[count][0, ranks]), count, ranks)
             for count in counts

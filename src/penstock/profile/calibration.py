@@ -72,8 +72,7 @@ def calibrated(
 
     Source: least squares of relative errors over layers, phases and sizes. Each op is on one of two
     roofs, so that seconds are linear in the unknowns once the roofs are known: choose roofs by the
-        last
-    solution, solve for these roofs, and so on; the best of several starts.
+    last solution, solve for these roofs, and so on; the best of several starts.
 
     Args:
         counts: of the model that was measured.

@@ -203,6 +203,7 @@ class Assembly:
         optimizers = [
             stage.update.optimizer for stage in self.stages if stage.update.optimizer is not None
         ]
+        # One stand-in for all calls: it holds the learning rate that was set through it.
         if not optimizers and not self._stand_ins:
             self._stand_ins.append(stand_in(self.make))
         return optimizers or self._stand_ins
@@ -268,6 +269,7 @@ def assemble(traced: TracedChain, setting: RunConfig, world: World, training: Tr
         training.parallelism.watch_groups(world)
     _check_optimizers(traced, interpreters)
     _check_gradient_hook(training.options.gradient_hook, world)
+    # Layers of other processes become copies on the meta device, which hold no memory.
     if len(world.local_ranks) < world.size:
         traced = without_others(traced, _local_layers(interpreters))
     return Assembly(

@@ -72,6 +72,7 @@ def measured_timeline(
         peak_bytes = interpreter.peak_bytes(weights.get(rank, {}))
         # The last row of a rank, padded to the width of the others: one message carries both.
         memory = (peak_bytes, world.buffer_bytes(rank), *device_peaks(world.device(rank)), 0, 0)
+        # Numbers of bytes are exact in float64 up to 2**53.
         local[rank] = [torch.tensor([*table, memory], dtype=torch.float64)]
     width = len(_OpRow._fields)
     forms = {

@@ -96,6 +96,7 @@ def _describe_settings(
     for option_field, option_facts in options_of(training.options):
         if not option_facts.private:
             facts[option_field.name] = describe(getattr(training.options, option_field.name))
+    # Which one it is `describe_optimizers` says, when the stages have theirs.
     facts["optimizer"] = "none" if training.optimizer is None else "there is one"
     return facts
 
@@ -129,6 +130,7 @@ def describe(value: object, depth: int = _DEPTH) -> str:
         depth: levels of nested values to describe.
     """
     if isinstance(value, float):
+        # NumPy floats are floats, and their repr names the type.
         return repr(float(value))
     if value is None or isinstance(value, _REPR_TYPES):
         return repr(value)

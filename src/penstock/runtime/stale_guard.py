@@ -82,6 +82,7 @@ class Guard:
 
     def mark(self) -> None:
         """Note that other ranks have trained their layers."""
+        # The pipeline of this guard may train on after a later one has guarded the model.
         guard: Guard | None = self
         while guard is not None:
             guard.stale = True
@@ -106,6 +107,7 @@ class _Call:
     """
 
     def __init__(self, guard: Guard, module: nn.Module) -> None:
+        # Weak, since the module holds this object: a cycle would delay the release of its memory.
         self._guard, self._module = guard, weakref.ref(module)
         self._before = vars(module).get(_CALL)
         vars(module)[_CALL] = self
@@ -197,6 +199,7 @@ def guard_model(traced: TracedChain, held: Collection[int], rank: int) -> Guard 
         The guard; None if this process trains every layer with weights or buffers.
     """
     earlier_guards = guards_of(traced.roots)
+    # Read before `release`, which resets it.
     stale = any(earlier.stale for earlier in earlier_guards)
     for earlier in earlier_guards:
         earlier.release()

@@ -86,6 +86,7 @@ class Streaming:
         self._fed += 1
         self._collect(self.increments.completed_batches(index))
         self._broken = False
+        # T3 of PipeMare: its first batches train synchronously, with a flush after each.
         if batch.step < self.assembly.setting.weights_options.get("warm_up", 0):
             self.flush()
 

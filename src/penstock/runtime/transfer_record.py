@@ -54,6 +54,7 @@ class TransferRecord:
     def keep(self, count: int) -> None:
         """Drop all but the last `count` records."""
         for record in (self._wait_start, self._sent):
+            # The oldest, since dictionaries are in the order of insertion.
             for message in list(islice(record, max(0, len(record) - count))):
                 del record[message]
 

@@ -91,6 +91,7 @@ def schedule(
     try:
         new_schedule = _replicated(entry, stages, micro_batches, replicas, options)
     except TypeError as error:
+        # Then it is no misspelt option, but an error inside the family.
         if not options:
             raise
         valid_names = dict.fromkeys((*option_names(entry.make), "replicas"))

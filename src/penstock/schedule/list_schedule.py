@@ -84,6 +84,7 @@ def _fill_weights(rank: Slots, later_stages_first: bool = False) -> Slots:
     if later_stages_first:
         stages = sorted({op.stage for op in rank}, reverse=True)
         queues = {stage: deque() for stage in stages}
+    # Every I needs a W, and half of the ops are I.
     filled, missing = dict(rank), len(rank) // 2
     slot = 0
     while missing:

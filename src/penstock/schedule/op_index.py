@@ -33,6 +33,7 @@ class OpIndex:
         self.ops = ops = op_arrays(schedule)
         self.kinds = {kind: np.flatnonzero(ops.kind == ord(kind.value)) for kind in Kind}
         forwards = ops.micro_batch[self.kinds[Kind.F]]
+        # An arange up to a number that no valid schedule has could exhaust the memory.
         if forwards.max(initial=0) >= len(ops):
             self.numbers = np.unique(forwards)
         else:
@@ -67,6 +68,7 @@ class OpIndex:
         """Return the row of this kind of op for every key (stage and micro-batch), or -1."""
         rows = np.full(self.ops.stages * len(self.numbers), -1, np.int32)
         rows[self.key[self.kinds[kind]]] = self.kinds[kind]
+        # Two ops of one key share a row: one of them is a duplicate.
         if np.count_nonzero(rows >= 0) < len(self.kinds[kind]):
             raise_missing(self.schedule)
         return rows
@@ -87,6 +89,7 @@ class OpIndex:
         """Return the row of the op of one of these kinds for every key, or -1."""
         rows = self._row[kinds[0]][key]
         for kind in kinds[1:]:
+            # The row that exists, since -1 stands for none.
             rows = np.maximum(rows, self._row[kind][key])
         return rows
 

@@ -198,6 +198,7 @@ def start_up(replicas: Sequence[int]) -> tuple[int, ...]:
     """
     ranks = sum(replicas)
     ranks_before = accumulate(replicas, initial=0)
+    # Not strict: `accumulate` with an initial value yields one number more.
     forwards = [
         number * ((ranks - 1 - before) // number + 1)
         for number, before in zip(replicas, ranks_before, strict=False)

@@ -52,6 +52,7 @@ def _sums(timeline: Timeline) -> tuple[dict[tuple[int, int], float], dict[tuple[
     log = timeline.log
     ops, moves = log.ops, log.moves
     count = 1 + int(ops.stage.max(initial=0))
+    # One key for (rank, stage), so that a single bincount adds up all pairs.
     work = np.bincount(ops.rank.astype(np.int64) * count + ops.stage, weights=log.end - log.start)
     stage_seconds = {
         (int(key) // count, int(key) % count): float(work[key]) for key in np.flatnonzero(work)

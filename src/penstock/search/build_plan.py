@@ -110,6 +110,7 @@ def prediction(request: PlanRequest, chosen: Evaluated, lower_bound_s: float) ->
         chosen.placed.costs,
         chosen.steady_state,
     )
+    # The timeline of a steady state leaves out how a stream fills, and so a part of its memory.
     if steady_state is not None and schedule.stream is None:
         timeline = steady_state.timeline
     else:
@@ -140,6 +141,7 @@ def _busy_seconds(chosen: Evaluated) -> tuple[float, ...]:
     seconds_of_profile: dict[int, dict[Phase, list[float]]] = {}
     for rank, program in enumerate(schedule.programs):
         profile = placed.request.profile_of(rank)
+        # Devices of one kind share a profile.
         if id(profile) not in seconds_of_profile:
             lengths = placed.proposal.lengths
             seconds_of_profile[id(profile)] = stage_seconds(profile, lengths, samples)

@@ -56,7 +56,7 @@ def group_requests(request: PlanRequest, options: ShardingOptions) -> list[PlanR
     """Return a request per way to share a stage that the arguments leave open.
 
     Sequence parallelism moves as many bytes and stores fewer: where it is left open, groups have
-        it.
+    it.
 
     Args:
         request: for single devices, whose profile has widths.
@@ -110,6 +110,7 @@ def plan_device_groups(request: PlanRequest, requests: list[PlanRequest]) -> Pla
         space = SearchSpace(group_request, [])
         for configuration in _configurations(group_request, space):
             candidates.append((configuration, group_request))
+    # Of equal estimates the fewest micro-batches come first.
     candidates.sort(key=lambda pair: (pair[0].estimate_s, pair[0].micro_batches))
     for configuration, group_request in candidates:
         if search.is_over:
@@ -142,6 +143,7 @@ class _GroupSearch:
     @property
     def is_over(self) -> bool:
         """Whether the work of the budget or the time limit is spent; `note` then says so."""
+        # While nothing fits the search goes on, as `plan` promises.
         deadline = self.request.deadline
         if deadline is not None and self.feasible and deadline.is_over():
             self.note = (
@@ -160,6 +162,7 @@ class _GroupSearch:
         limit = self.best_s
         if configuration.bound_s > limit or configuration.estimate_s > FAR * limit:
             return
+        # By identity: the profiles of a request may be a mapping, which has no hash.
         helper = self._searches.setdefault(id(request), PlanSearch(request))
         try:
             schedule = helper.schedule_of(configuration)
@@ -197,6 +200,7 @@ class _GroupSearch:
         """Return the plan of the best candidate, simulated with all its pipelines."""
         ranked = sorted(self.feasible, key=by_time)
         first = best(ranked)
+        # Candidates were judged by one pipeline each: with all pipelines one may still not fit.
         for candidate in [first, *ranked]:
             request = self._requests[id(candidate)]
             placed = candidate.placed

@@ -321,6 +321,7 @@ class PlanRequest:
             for rank in chosen:
                 factor = cluster.slowdown(rank, busy_ranks)
                 device = cluster.devices[rank]
+                # With all digits: different factors must give different names.
                 kind = f"{device.name}, {factor!r} times as long"
                 kinds[kind] = scale_profile(self.profile_of(rank), factor)
                 devices_by_kind.append(replace(device, name=kind))

@@ -43,6 +43,7 @@ class StageSeconds:
 
         def rows(array: NDArray[np.float64], count: int) -> Seconds:
             """Return an array as nested tuples, one row per stage or boundary."""
+            # The only vector of costs; one number stands for all stages or micro-batches.
             return tuple(map(tuple, np.broadcast_to(array[0], (count, micro_batches)).tolist()))
 
         return cls(

@@ -224,23 +224,25 @@ class _Rounds:
             return False
         line, after, seconds = self.lines[stage], self.lines[stage + 1], self.seconds
         forward, gradient = len(after.forwards), len(after.gradients)
+        # The next stage would soon have nothing to continue with.
         if len(line.forwards) < forward + 2:
             return False
-        due = (
+        next_gradient_end = (
             after.free
             + seconds.forward[stage + 1][forward]
             + seconds.input_grad[stage + 1][gradient]
         )
-        due += seconds.down[stage][gradient]
+        due = next_gradient_end + seconds.down[stage][gradient]
         if line.free >= due:
             return True
-        if (
+        forward_end = (
             line.free
             + seconds.forward[stage][len(line.forwards)]
             + self._seconds_to_make_room(stage)
-            <= due
-        ):
+        )
+        if forward_end <= due:
             return False
+        # Unless waiting would make this the stage that has waited longest, see `Style`.
         return due - line.free <= self.most_idle - line.idle
 
     def _seconds_to_make_room(self, stage: int) -> float:
@@ -296,6 +298,7 @@ class _Rounds:
         line, due = self.lines[stage], self._forward_due(stage)
         number = len(line.forwards)
         if number == 0:
+            # The wait before the first op is outside of the span, and not idle time.
             line.start = line.free = due
         self._append(line, Kind.F, due, self.seconds.forward[stage][number])
         line.forwards.append(line.free)
@@ -314,6 +317,7 @@ class _Rounds:
     def _weight(self, stage: int) -> None:
         """Run the next W of a stage."""
         line = self.lines[stage]
+        # W has no input from another stage.
         self._append(line, Kind.W, 0.0, self.seconds.weight_grad[stage][line.weights])
         line.weights += 1
 

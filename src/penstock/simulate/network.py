@@ -60,6 +60,7 @@ class Network:
         first = np.where(crosses, senders, inside)
         second = np.where(crosses & self.shared, count + target, -1)
         delay = np.where(crosses, self.latency_s, 0.0)
+        # The link of an op without a message is -1, which reads the appended entry.
         has_message = link >= 0
         return Media(
             np.where(has_message, np.append(first, -1)[link], -1).astype(np.int32),

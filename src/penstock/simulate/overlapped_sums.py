@@ -109,6 +109,7 @@ def hidden_sum_seconds(
         walked.add((id(profiles[rank]), tail))
         walk = _Walk(profiles[rank], lengths, samples / schedule.slices_per_micro_batch, sums)
         for stage, seconds in walk.hidden(tail).items():
+            # All replicas wait for the one that hides least.
             least[stage] = min(least.get(stage, seconds), seconds)
     for stage, seconds in least.items():
         hidden[stage] = seconds
@@ -186,6 +187,8 @@ class _Walk:
             if op.kind is Kind.U and op.stage in self._sent_s:
                 seconds[op.stage] = self._update(op.stage)
             elif op.kind in _PHASE_OF_KIND:
+                # Earlier backwards only add to the gradients: the last one completes and sends
+                # them.
                 if op.stage in self._sums and last.get(op.stage) is op:
                     self._send_buckets(op)
                 self._now_s += self._op_seconds[_PHASE_OF_KIND[op.kind]][op.stage]
@@ -220,6 +223,7 @@ class _Walk:
         gradient_bytes = sum(
             layer.parameter_bytes for layer in self._profile.layers[self._parts[stage]]
         )
+        # At least the seconds of the CPU, which overlap no op.
         remaining_s = max(self._sent_s[stage] - self._now_s, total.cpu_s(gradient_bytes))
         exposed_s = remaining_s + SUM_S_PER_BYTE * gradient_bytes
         self._now_s += exposed_s

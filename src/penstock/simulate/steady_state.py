@@ -89,6 +89,7 @@ def steady(
     overtaken = _batches_overtaken(schedule)
     fixed_length = _differ_by_micro_batch(costs)
     ops_per_batch = sum(map(len, period.loops)) / period.batches
+    # `periodic` needs 4 * overtaken + 3 batches and a period; the others are for filling.
     batches = schedule.batches if fixed_length else 6 * overtaken + 2 * period.batches + 8
     while True:
         stretch = with_batch_count(schedule, batches)

@@ -50,6 +50,7 @@ class ModelParameters:
     def name(self, tensor: Tensor) -> str | None:
         """Return the name of a parameter of the model; None for other tensors."""
         reference, name = self.named.get(id(tensor), (None, None))
+        # After a parameter has been freed, another tensor may have its id.
         return name if reference is not None and reference() is tensor else None
 
 

@@ -70,6 +70,7 @@ class OptimizerShards:
         """Send the parameters that this replica has updated, without waiting."""
         # Copies, since the next batch may change the parameters before they have been sent.
         parts = flat(self._trained()[self._messages.position]) or [torch.empty(0)]
+        # A replica that owns no parameters sends an empty message: all wait for one from each.
         self._messages.send(UpdateMessage.UPDATED_WEIGHTS, parts, self._signature)
 
     def receive_updates(self) -> None:

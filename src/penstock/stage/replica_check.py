@@ -153,6 +153,7 @@ class ReplicatedStage(Stage):
         super().__init__(*args, **options)
 
     def __post_init__(self) -> None:
+        # First, since helpers that the base class makes keep the runner.
         self.runner = cast("StageLayers", _ObservedLayers(self.runner, self._refuse))
         super().__post_init__()
 
@@ -225,6 +226,7 @@ class HookedStage(Stage):
         Raises:
             SettingError: one has, and the batch has several micro-batches.
         """
+        # A single micro-batch has no later forward that could read the changed weight.
         if batch.micro_batches > 1 and self._hooked_versions() != before:
             raise SettingError(
                 "a hook (register_post_accumulate_grad_hook) of a weight of stage "
@@ -286,6 +288,7 @@ class _ObservedLayers:
             return self._layers.run(batch, micro_batch, value, slice_state)
         if self._steady is None:
             return self._observed_run(batch, micro_batch, value, slice_state)
+        # With the identity: a forward may put another tensor in the place of a buffer.
         before = [(id(holder[key]), holder[key]._version) for _, holder, key in self._steady]
         output = self._layers.run(batch, micro_batch, value, slice_state)
         after = [(id(holder[key]), holder[key]._version) for _, holder, key in self._steady]

@@ -121,6 +121,7 @@ class SliceStates:
             state: the state.
             wants_grad: for each of its tensors, whether it gets a gradient.
         """
+        # tree_map visits leaves in the order of `tensors_of`, by which the flags are sorted.
         flags = iter(wants_grad)
         self.waiting[after] = pytree.tree_map(
             lambda leaf: (

@@ -174,6 +174,7 @@ class StageLayers:
             for module in self.modules()
             for tensor in (*module._parameters.values(), *module._buffers.values())
         )
+        # Only strided tensors have one storage.
         return frozenset(
             local_part(tensor).untyped_storage().data_ptr()
             for tensor in tensors

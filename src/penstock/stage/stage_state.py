@@ -205,6 +205,7 @@ def collect(world: World, placed: Placed) -> dict[str, Tensor]:
     forms = _owned_forms(placed)
     local: dict[int, dict[str, Tensor]] = {rank: {} for rank in world.local_ranks}
     for stage in placed.local:
+        # Replicas take part in gathering a shared tensor, and only the home sends the whole.
         if placed.is_home(stage) or any(map(is_sharded, stage.tensors())):
             tensors = owned_tensors(placed, stage)
             if placed.is_home(stage):

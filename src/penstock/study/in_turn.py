@@ -46,6 +46,7 @@ def run_in_turn(
             hosts.of(system(cell.system)).ready()
             prepared[_name(cell)] = prepare(cell, cuts)
         except PenstockError as error:
+            # At call time, since that module imports this one.
             from penstock.study.runner import reason_of_error, status_of_error
 
             records[cell] = Record(cell, status_of_error(error), reason_of_error(error))
@@ -53,6 +54,7 @@ def run_in_turn(
     log.unlink(missing_ok=True)
     if prepared:
         rows = _compare(prepared, options, hosts, cuts, log)
+        # The systems ran in turn: each is charged an equal part.
         wall_s = round((time.monotonic() - started) / len(rows), 3)
         for row in rows:
             ready = prepared[row.name]

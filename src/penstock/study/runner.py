@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -131,8 +131,6 @@ def pending_units(
 
 def comparison(cell: Cell) -> Cell:
     """Return what cells have in common whose systems are compared in turn."""
-    from dataclasses import replace
-
     return replace(cell, system="", schedule="", options=())
 
 

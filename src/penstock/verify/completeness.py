@@ -46,6 +46,7 @@ def _numbers_and_duplicates(ranks_of: Mapping[Op, Sequence[int]]) -> Iterator[Fi
                 ranks[0],
                 str(op),
             )
+        # Copies of a stage share their U, and nothing else.
         if op.kind is not Kind.U and len(ranks) > 1:
             yield Finding(
                 "once",
@@ -99,6 +100,7 @@ def _forward_and_backward(
             forward_rank,
             str(whole),
         )
+    # What completes the ops that are there; (B,) and (I, W) are complete.
     missing = {(): whole, (inputs,): weights, (weights,): inputs}.get(tuple(backwards))
     if missing is not None:
         yield Finding(

@@ -225,6 +225,7 @@ def _pairs(schedule: Schedule) -> Iterator[Finding]:
     for program in schedule.programs:
         adjacent.update(pairwise(program))
     paired_ops: set[Op] = set()
+    # Sorted, because a set has no order that two runs share.
     for first, second in sorted(schedule.pairs, key=str):
         if (first, second) not in adjacent:
             yield Finding(
@@ -262,6 +263,7 @@ def _order(schedule: Schedule) -> Iterator[Finding]:
     predecessors = dependencies.predecessors()
     rank_of = dependencies.ops.rank.tolist()
     first_blocked: dict[int, int] = {}
+    # Of each rank only its first: the ops behind it wait for it.
     for row in sorted(blocked):
         first_blocked.setdefault(rank_of[row], row)
     for rank, row in first_blocked.items():

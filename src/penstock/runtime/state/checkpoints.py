@@ -273,6 +273,7 @@ class Checkpoints:
             FileError, SettingError: see `step`.
         """
         step = pipe.step
+        # At the first call of a run that did not resume, only the last step is new.
         before = step - 1 if self._seen_step is None else self._seen_step
         self._seen_step = step
         self._due = self._due or self._interval.passes(before, step)

@@ -162,6 +162,7 @@ class ModelState:
             guard.stale = False
         try:
             fill(model, values)
+        # KeyboardInterrupt too: a model that was filled in part is as stale as before.
         except BaseException:
             for guard, stale in zip(guards, were_stale, strict=True):
                 guard.stale = stale

@@ -56,6 +56,7 @@ class Saving:
             job.wait()
             success = True
         finally:
+            # After an error too: the other processes wait for this answer.
             written = parallelism.all_agree(success=success)
         if not written:
             raise FileError(

@@ -68,6 +68,7 @@ def chimera(stages: int, micro_batches: int, concatenation: str = "direct") -> S
                 slots[rank].append((backward - stage, m, Op(Kind.B, stage, m)))
     programs = []
     for row in slots:
+        # Of two forwards in one slot (doubling) that of the lower micro-batch comes first.
         row.sort()
         programs.append([op for *_, op in row])
     return Schedule(with_gradient_sync(programs))

@@ -53,6 +53,8 @@ def dualpipe(stages: int, micro_batches: int) -> Schedule:
     programs: list[list[Op]] = []
     pairs: set[tuple[Op, Op]] = set()
     for rank in range(stages):
+        # Even micro-batches start at rank 0, odd ones at the last: those of the nearer end come
+        # first.
         near = min(rank, stages - 1 - rank)
         parity = int(rank != near)
         program = BidirectionalProgram(

@@ -73,6 +73,7 @@ def in_groups(ranks: int, chunks: int, micro_batches: int, group_size: int) -> l
         ahead = 2 * (ranks - rank - 1) + (chunks - 1) * group_size
         ops = forwards[:ahead]
         for n, backward in enumerate(backwards, start=ahead):
+            # The slice is empty in the cool-down, where no forwards are left.
             ops += [*forwards[n : n + 1], backward]
         return ops
 

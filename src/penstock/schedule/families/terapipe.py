@@ -94,5 +94,6 @@ def backwards(slicing: Slicing) -> list[int]:
     """
     order: list[int] = []
     for first, shares in zip(slicing.first_of, slicing.shares, strict=True):
+        # In reverse, since later slices send gradients for the state of earlier ones.
         order += reversed(range(first, first + len(shares)))
     return order

@@ -82,6 +82,7 @@ def _check_replicas(stages: int, micro_batches: int, replicas: Sequence[int]) ->
     share = micro_batches // most
     if share >= stages:
         return
+    # Every stage's ranks must divide the micro-batches, and the most leave `stages` for each.
     divisor = lcm(*replicas)
     enough = divisor * -(-stages * most // divisor)
     raise ScheduleError(

@@ -146,6 +146,7 @@ def _reduces_gradients(cells: Sequence[Cell]) -> bool:
 
 def _rows(text: str) -> Iterator[list[Cell]]:
     """Yield the parsed cells of every row, without the empty ones."""
+    # A blank line is an error in between, and none at the ends of a file.
     reader = csv.reader(io.StringIO(text.strip("\r\n"), newline=""))
     try:
         for number, row in enumerate(reader, start=1):

@@ -117,6 +117,7 @@ def zb_auto(
     for name in _HANDMADE:
         handmade = schedule(name, stages, micro_batches)
         span_s = _span_s(handmade, costs)
+        # By more than rounding: of equal programs the heuristic's stays.
         if span_s < shortest_s * (1 - _ROUNDING) and _fits(handmade, memory):
             shortest_s, programs = span_s, handmade.programs
     return Schedule(programs)

@@ -190,6 +190,7 @@ def warm_up_of_policy_b(replicas: Sequence[int]) -> tuple[int, ...]:
     ((7, 5, 3, 1), (6, 2))
     """
     earlier_replicas = accumulate(replicas, initial=0)
+    # Not strict: `accumulate` with an initial value yields one number more.
     forwards = [
         count * (2 * ((sum(replicas) - 1 - earlier) // count) + 1)
         for count, earlier in zip(replicas, earlier_replicas, strict=False)

@@ -58,6 +58,7 @@ def least_variance(costs: Sequence[float], stages: int) -> list[int]:
     >>> least_variance([1, 1, 1, 1, 4], 3)
     [2, 2, 1]
     """
+    # As shares of the mean: another unit has the same best cut. If all costs are 0, any will do.
     mean = sum(costs) / stages or 1.0
     sums = before(tuple(costs))
     squares = np.square(stage_sums(sums, len(costs) - stages + 1) / mean)

@@ -41,6 +41,7 @@ def allocations(
     for rank, device in enumerate(cluster.devices):
         kinds.setdefault(device.name, []).append(rank)
     by_speed = sorted(kinds.values(), key=lambda ranks: speeds[ranks[0]])
+    # Workers with equally many devices of each kind: their number divides all counts.
     most_workers = gcd(*map(len, by_speed))
     for count in range(most_workers, 0, -1):
         if most_workers % count == 0:

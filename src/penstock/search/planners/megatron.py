@@ -60,6 +60,7 @@ def _proposals(request: PlanRequest) -> Iterator[Proposal]:
         for count in counts_of(request, width, replicas):
             if count not in costs:
                 costs[count] = LayerCosts.of(request.profile, request.batch / count).seconds
+            # On one rank several stages would do the same as one.
             for virtual in VIRTUAL if width > 1 else (1,):
                 if _is_possible(request, width, virtual, count, count // replicas):
                     yield _proposal(request, width, virtual, replicas, count, costs[count])
@@ -78,6 +79,7 @@ def _is_possible(
     schedule = "1f1b" if virtual == 1 else "interleaved"
     if schedule not in allowed(request, "1f1b", "interleaved"):
         return False
+    # The paper (section 2.2) requires a multiple of the ranks.
     if virtual > 1 and per_pipeline % width:
         return False
     return stages * count <= SIMULATED_FORWARDS

@@ -79,6 +79,7 @@ def two_bw(request: PlanRequest) -> Plan:
     candidates = list(shapes(request))
     if not candidates:
         raise PlanError(_infeasible_message(request))
+    # Of equally fast shapes the shallowest, then the one without recompute.
     candidates.sort(key=lambda shape: (shape.step_s, shape.depth, shape.recompute))
     return best_plan(request, quickest([_proposal(shape, name) for shape in candidates]))
 
@@ -226,5 +227,7 @@ def memory(
     weights = max(stage_totals(costs.parameter_bytes, lengths))
     activations = max(stage_totals(costs.activation_bytes, lengths))
     inputs = [0.0, *(costs.output_bytes[stop - 1] for _, stop in ranges_of(lengths))]
+    # |A| is d times |A| / d; with recompute only the micro-batch in its backward has activations.
     in_flight = 1 if recompute else depth
+    # The output of the last stage is the input of none.
     return (2 + other_state_factor) * weights + in_flight * activations + depth * max(inputs[:-1])

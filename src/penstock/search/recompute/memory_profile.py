@@ -95,8 +95,10 @@ def _memory_profiles(schedule: Schedule) -> list[MemoryProfile]:
         op = np.arange(high - low)
         steps = np.zeros((2 * (high - low), 3, len(stages)))
         for row, (rise, fall) in enumerate(zip(rises, falls, strict=True)):
+            # An op starts at step 2n and ends at step 2n + 1.
             steps[0::2, row][op, column] = rise[low:high]
             steps[1::2, row][op, column] = fall[low:high]
+        # Rounded, so that moments whose shares of slices add up to the same are equal rows.
         counts = np.cumsum(steps, axis=0).reshape(len(steps), -1).round(9)
         moments = _undominated(np.unique(counts, axis=0)).reshape(-1, 3, len(stages))
         profiles.append(

@@ -115,6 +115,7 @@ class BucketSum:
                 hook = parameter.register_post_accumulate_grad_hook(self._ready)  # type: ignore[no-untyped-call]
                 self._hooks.append(hook)
             else:
+                # Its hook never runs: counted, it would hold its bucket back to the end.
                 self._missing[self._bucket_of[parameter]] -= 1
 
     def start(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -188,6 +189,8 @@ class BucketSum:
     def _ready(self, parameter: nn.Parameter) -> None:
         """Note that a gradient is there; send the buckets that are full, in their order."""
         self._missing[self._bucket_of[parameter]] -= 1
+        # In their order, although a later one may be full sooner: all ranks send in one order.
+        # Below 0 where the graph reaches a parameter several times.
         while self._next_bucket < len(self._buckets) and self._missing[self._next_bucket] <= 0:
             self._send(self._buckets[self._next_bucket])
             self._next_bucket += 1

@@ -66,6 +66,7 @@ class ReplicaMessages:
 
     def send_text(self, rank: int, number: UpdateMessage, text: str) -> None:
         """Send a text to one other rank, its length first."""
+        # Messages of other forms have other signatures, so the receiver must know the length.
         characters = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
         length = len(characters)
         self.send_row(rank, number, [torch.tensor([length])], f"{number.name} length")
@@ -81,6 +82,7 @@ class ReplicaMessages:
         """Wait for the tensors that all others have sent; return them by rank."""
         message = number.of_stage(self.stage)
         signature = signature or number.name
+        # All are posted before the first is awaited: they may arrive in any order.
         arrivals = {rank: self.transport.post(rank, message, signature) for rank in self.others}
         rows = {}
         for rank, arrival in arrivals.items():

@@ -207,6 +207,7 @@ class SharedMemorySum:
             memory of the gradient if this rank has one, None if it is not needed.
         """
         counts = self._sum(area)
+        # No replica copies a sum before all have summed their pieces.
         self._messages.exchange(UpdateMessage.SUMMED, self._empty_rows())
         sums = self._copy_out(area, needed)
         self._release()
@@ -281,6 +282,7 @@ class SharedMemorySum:
                 layout.nbytes,
                 error,
             )
+        # Sent without memory too: if one replica has none, all fall back to messages together.
         descriptor = torch.tensor([-1 if segment is None else segment.fd])
         rows = self._messages.exchange(
             UpdateMessage.SEGMENT, [[descriptor]] * len(self._messages.ranks)

@@ -50,6 +50,7 @@ class ParallelStage:
             # gloo has no product with a factor in its sum.
             module.set_force_sum_reduction_for_comms(True)
             module.set_reshard_after_forward(False, recurse=False)
+            # No backward sums by itself: `reduce` does, after the last one.
             self._set_last(module, last=False)
         self._fsdp_parameters = {
             id(entry.sharded_param) for group in self._fsdp_groups() for entry in group.fsdp_params
@@ -70,6 +71,7 @@ class ParallelStage:
     def gathered_bytes(self) -> int:
         """Bytes of the whole weights and gradients that FSDP holds during a batch."""
         shared = [p for p in self.sharded if id(p) in self._fsdp_parameters]
+        # Weights and gradients, each with the parts of all copies.
         return 2 * self._mesh.copies * sum(local_part(parameter).nbytes for parameter in shared)
 
     def begin(self) -> None:
@@ -89,6 +91,7 @@ class ParallelStage:
         if self._wrapped:
             self._reduce_by_fsdp()
         self._sum_over_copies([p for p in self._reduced_without_fsdp() if p.requires_grad])
+        # After the sum: these are sums over the copies already.
         for parameter, previous in self._previous.items():
             grad = parameter.grad
             parameter.grad = previous if grad is None else previous + grad

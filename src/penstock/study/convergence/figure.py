@@ -205,6 +205,7 @@ def _draw_loss(axes: Axes, results: Results, group: Group, per_batch: float, col
     xs = [(point + 1) * window * per_batch for point in range(points)]
     spreads = [Spread(losses) for losses in zip(*(curve[:points] for curve in curves), strict=True)]
     is_flush = group.rule == BASELINE
+    # The rule of the panel is drawn over flush.
     order = 2 if is_flush else 3
     axes.fill_between(
         xs,
@@ -227,6 +228,7 @@ def _draw_loss(axes: Axes, results: Results, group: Group, per_batch: float, col
         if run.given_up is not None and curve:
             axes.plot(
                 [len(curve) * window * per_batch],
+                # Below the top of the axis, which is 1.25 times the first loss: see `_loss_limits`.
                 [min(curve[-1], 1.2 * run.losses[0])],
                 "x",
                 color=colour,
@@ -298,6 +300,7 @@ def _final_figure(results: Results, task: str) -> Figure | None:
         axes.set_xlabel(f"{metric.name},{metric.sign}" if metric.sign else metric.name)
     names = [rule_name(results, optimizer, rule) for optimizer, rule in rules]
     grid[0].set_yticks(range(len(rules)), names)
+    # Downwards, so that the first rule is the top line.
     grid[0].set_ylim(len(rules) - 0.4, -0.6)
     title = (
         f"{task}: {metric.name} of every run; grey: flush; red: worse; "

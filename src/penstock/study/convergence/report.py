@@ -93,6 +93,7 @@ def _speed_up_cell(results: Results, group: Group) -> str:
     speed_up = results.speed_up(group)
     if speed_up:
         return f"{speed_up:.2f} x"
+    # Without runs of flush there is nothing to compare with, which is not "never".
     return "never" if results.baseline(group) else ""
 
 
@@ -165,6 +166,7 @@ def _title(results: Results, task: StudyTask) -> str:
     batches = results.groups[groups[0]][0].case.batches
     options = ", ".join(f"{name} {value}" for name, value in settings.model_options.items())
     size = f"{settings.tokens} tokens"
+    # Tasks on images are judged by accuracy, those on text by their loss.
     if task.metric.higher:
         size = f"{settings.image} x {settings.image} pixels"
     learning_rates = {group.optimizer: results.groups[group][0].case.lr for group in groups}

@@ -89,6 +89,7 @@ class Results:
         if not runs:
             return None
         window = window_length(runs[0].case.batches)
+        # Curves have one point per window.
         point = round(SHARE * runs[0].case.batches / window) - 1
         losses = []
         for run in runs:
@@ -206,6 +207,7 @@ class Results:
             ("verdicts", conclusion_rows),
             ("records", record_rows),
         )
+        # Left open, without its last brace: the tables follow, one row per line.
         text = json.dumps(head, indent=1)[:-2]
         for name, rows in tables:
             lines = ["  " + json.dumps(row, separators=(",", ":")) for row in rows]
@@ -246,6 +248,7 @@ def _depth_clauses(conclusions: Sequence[Conclusion], metric: Metric) -> Iterato
         changes = []
         for conclusion in not_worse:
             if conclusion.difference is not None:
+                # The number alone: the unit stands once, after the last of them.
                 changes.append(metric.difference(0.0, conclusion.difference).split()[0])
         yield (
             f"at {depths} stages {SUMMARY[Standing.NOT_WORSE]} ({', '.join(changes)} {metric.unit})"

@@ -99,6 +99,7 @@ def _run_in_processes(cases: Sequence[Case], jobs: int) -> Iterator[Record | Fai
     Raises:
         RunError: a process was killed.
     """
+    # Those are not of this pool, and must not be ended with it.
     older_children = set(multiprocessing.active_children())
     # Spawned: a fork would inherit torch's threads in their current state, locks included.
     pool = ProcessPoolExecutor(
@@ -114,6 +115,7 @@ def _run_in_processes(cases: Sequence[Case], jobs: int) -> Iterator[Record | Fai
             "Finished cases are recorded; continue with fewer --jobs"
         ) from error
     except BaseException:
+        # Workers ignore Ctrl-C, and `shutdown` would wait for the cases that they run.
         for child in set(multiprocessing.active_children()) - older_children:
             child.terminate()
         raise

@@ -69,6 +69,7 @@ class Study:
             group: fastest_flush(case, profiles[case.task], lengths[case.task, case.stages])
             for group, case in case_of_group.items()
         }
+        # With numbers of micro-batches that no case of the experiment may have: timed as well.
         case_of_group |= {case.group: case for case in flush_of_group.values()}
         pending = sum(case.key not in record_file.records for case in cases)
         if pending < len(cases):
