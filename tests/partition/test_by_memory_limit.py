@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.partition.conftest import build_profile
 
 from penstock.errors import PartitionError
 from penstock.partition.catalogue import partition
-from penstock.partition.limited import bytes_per_stage, limited
+from penstock.partition.limited import bytes_per_stage, least_excess, limited
+from penstock.units import format_bytes
 
 
 def test_without_a_limit_it_is_the_exact_cut(make_profile):
@@ -83,3 +89,70 @@ def test_the_stage_above_its_limit_is_named_not_the_one_with_the_most_bytes(make
     profile = make_profile([1.0] * 4, parameters=[512, 64, 64, 64], output_bytes=[0.0] * 4)
     with pytest.raises(PartitionError, match=r"stage 1 needs 768 B and has 500 B"):
         partition(profile, 2, "limited", memory_limit=[8000, 500])
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.randoms(use_true_random=False), st.integers(2, 4))
+def test_a_profile_and_its_options_are_the_numbers_of_the_search(rng, stages):
+    """Weights, gradients, states and buffers once, activations for each sample in flight, links
+    after every layer but the last; all numbers unlike.
+    """
+    layers = rng.randint(stages, 7)
+    profile = build_profile(
+        [rng.randint(1, 9) for _ in range(layers)],
+        [rng.randint(1, 9) for _ in range(layers)],
+        parameters=[rng.randint(1, 9) for _ in range(layers)],
+        sizes=(1, 8),
+    )
+    rows = []
+    for layer in profile:
+        sizes = {
+            "buffer_bytes": rng.randint(0, 40),
+            "activation_bytes_per_sample": float(rng.randint(0, 9)),
+            "output_bytes_per_sample": float(rng.randint(0, 9)),
+        }
+        rows.append(replace(layer, **sizes))
+    profile = replace(profile, layers=tuple(rows))
+    options = {"memory_limit": [float(rng.randint(100, 500)) for _ in range(stages)]}
+    in_flight = [float(stages - stage) for stage in range(stages)]
+    if rng.random() < 0.5:
+        options["in_flight"] = in_flight = [float(rng.randint(0, 3)) for _ in range(stages)]
+    samples = rng.choice([None, 1.0, 3.0])
+    if samples is not None:
+        options["micro_batch"] = samples
+    samples = samples or 8.0
+    states = rng.choice([0, 1, 2])
+    if states != 1:
+        options["optimizer_states"] = states
+    transfer = None
+    if rng.random() < 0.7:
+        options |= {"bandwidth_bytes_per_s": 2.0, "latency_s": rng.choice([0.0, 0.5])}
+        transfer = [
+            options["latency_s"] + samples * layer.output_bytes_per_sample / 2.0
+            for layer in rows[:-1]
+        ]
+    options["overlap"] = rng.random() < 0.5
+    numbers = (
+        [layer.parameter_bytes * (2 + states) + layer.buffer_bytes for layer in rows],
+        [samples * layer.activation_bytes_per_sample for layer in rows],
+        in_flight,
+    )
+    seconds = [
+        layer.seconds("forward", samples) + layer.seconds("backward", samples) for layer in rows
+    ]
+    limits = options["memory_limit"]
+    expected = limited(seconds, transfer, *numbers, limits, overlap=options["overlap"])
+    if expected is not None:
+        assert partition(profile, stages, "limited", **options) == expected
+        return
+    nearest = least_excess(*numbers, limits)
+    required = bytes_per_stage(nearest, *numbers)
+    excess = [need - limit for need, limit in zip(required, limits, strict=True)]
+    worst = excess.index(max(excess))
+    with pytest.raises(PartitionError) as caught:
+        partition(profile, stages, "limited", **options)
+    assert str(caught.value) == (
+        f"no cut into {stages} stages fits: in the nearest one, {nearest}, stage {worst} needs "
+        f"{format_bytes(required[worst])} and has {format_bytes(limits[worst])}. Use more stages, "
+        "a smaller micro-batch or fewer micro-batches in flight"
+    )

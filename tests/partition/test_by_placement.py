@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from penstock.errors import PartitionError
 from penstock.partition.catalogue import partition
+from penstock.partition.looped import folded, looped
+from penstock.profile.profile import Timing
 
 
 def ranks_of(by, stages, ranks):
@@ -81,3 +85,29 @@ def test_stages_that_cannot_be_dealt_out_are_refused(make_profile, by, options, 
     """A rank with a stage less than the others is another schedule."""
     with pytest.raises(PartitionError, match=message):
         partition(make_profile([1, 1, 1, 1]), 3, by, **options)
+
+
+def test_a_single_stage_cannot_be_folded(make_profile):
+    """0 stages are no alternative."""
+    with pytest.raises(PartitionError, match=r"1 stages is an odd number: ask for 2$"):
+        partition(make_profile([1, 1]), 1, "folded")
+
+
+def test_the_size_of_a_micro_batch_decides_and_ranks_are_whole_numbers(make_profile):
+    """Costs are forward and backward seconds at that size."""
+    profile = make_profile([9.0, 1, 1, 1, 1, 1], [1.0, 1, 1, 1, 1, 9], sizes=(1, 8))
+    rows = [
+        replace(layer, forward=Timing((1, 8), times))
+        for layer, times in zip(
+            profile, [(1, 9), (1, 1), (1, 1), (1, 1), (1, 1), (9, 1)], strict=True
+        )
+    ]
+    profile = replace(profile, layers=tuple(rows))
+    for size in (1, 8):
+        seconds = profile.step_seconds(size)
+        assert partition(profile, 4, "folded", micro_batch=size) == folded(seconds, 2)
+        assert partition(profile, 4, "looped", ranks=2, micro_batch=size) == looped(seconds, 2, 2)
+    assert partition(profile, 4, "folded") == folded(profile.step_seconds(8), 2)
+    for ranks in (True, 2.0, "2", -2):
+        with pytest.raises(PartitionError, match=f"cannot be divided over {ranks!r} ranks"):
+            partition(profile, 4, "looped", ranks=ranks)

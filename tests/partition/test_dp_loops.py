@@ -29,23 +29,20 @@ def random_tables(rng, layers, ranks):
     """Seconds of every stage on every number of ranks, with limits or without."""
     shape = (layers + 1, layers + 1, ranks + 1)
     table = rng.integers(0, 9, shape).astype(float)
-    links = rng.integers(0, 7, layers + 1).astype(float)
-    links[[0, -1]] = 0
     none = np.empty((0, 0, 0), np.int64)
-    limits = [rng.integers(0, 6, shape) if rng.random() < 0.5 else none for _ in range(2)]
-    return Tables(table, links, *limits)
+    return Tables(table, rng.integers(0, 6, shape) if rng.random() < 0.5 else none)
 
 
 def choices(tables, bound, stage_count, first):
-    """End, replicas, and the most ranks from here on, of every stage that keeps bound and limits."""
-    table, links, most_ranks, most_stages = tables
+    """End and replicas of every stage that keeps bound and limits."""
+    table, most_stages = tables
     ranks = table.shape[2] - 1
     for end in range(first + 1, table.shape[0]):
         for replicas in range(1, ranks + 1):
             place = first, end, replicas
             too_deep = most_stages.size and stage_count > most_stages[place]
-            if table[place] <= bound and links[end] <= bound and not too_deep:
-                yield end, replicas, min(ranks, most_ranks[place]) if most_ranks.size else ranks
+            if table[place] <= bound and not too_deep:
+                yield end, replicas
 
 
 @settings(max_examples=40)
@@ -63,8 +60,8 @@ def test_fewest_ranks_are_those_of_the_best_first_stage(seed, layers, ranks, sta
         source = expected if in_place else after
         sums = [
             replicas + source[end]
-            for end, replicas, most in choices(tables, bound, stage_count, first)
-            if replicas + source[end] <= most
+            for end, replicas in choices(tables, bound, stage_count, first)
+            if replicas + source[end] <= ranks
         ]
         expected[first] = min(sums, default=ranks + 1)
     output = after if in_place else after.copy()
@@ -77,7 +74,7 @@ def test_fewest_ranks_are_those_of_the_best_first_stage(seed, layers, ranks, sta
 def test_least_values_are_those_of_the_best_first_stage(
     seed, layers, ranks, stage_count, sums, in_place
 ):
-    """Sums of seconds, or the slowest stage or link, for every number of ranks in total."""
+    """Sums of seconds, or the slowest stage, for every number of ranks in total."""
     rng = np.random.default_rng(seed)
     tables, bound = random_tables(rng, layers, ranks), float(rng.integers(2, 9))
     after = rng.choice([0.0, 3.0, 5.0, inf], (layers + 1, ranks + 1))
@@ -87,11 +84,11 @@ def test_least_values_are_those_of_the_best_first_stage(
     expected = after.copy() if in_place else np.full_like(after, inf)
     for first in range(layers - 1, -1, -1):
         source = expected if in_place else after
-        for end, replicas, most in choices(tables, bound, stage_count, first):
+        for end, replicas in choices(tables, bound, stage_count, first):
             seconds = tables.table[first, end, replicas]
-            for used in range(replicas, most + 1):
+            for used in range(replicas, ranks + 1):
                 rest = source[end, used - replicas]
-                value = seconds + rest if sums else max(seconds, tables.links[end], rest)
+                value = seconds + rest if sums else max(seconds, rest)
                 expected[first, used] = min(expected[first, used], value)
     output = after if in_place else np.full_like(after, inf)
     least_with(tables, bound, stage_count, sums, after, output)

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from tests.partition.test_looped import chains, check
 
+from penstock.errors import PartitionError
 from penstock.partition.folded import folded
 
 V = {(ranks,): [*range(ranks), *range(ranks - 1, -1, -1)] for ranks in (1, 2, 3, 4)}
@@ -41,3 +42,22 @@ def test_both_stages_of_a_rank_share_its_memory():
     seconds, layer_bytes = [1, 2, 2, 4, 2, 3, 1, 4], [2, 3, 3, 6, 0, 6, 1, 4]
     options = {"fixed_bytes": layer_bytes, "saved_bytes": [0] * 8, "in_flight": [1] * 4}
     assert folded(seconds, 2, **options, limits=[18, 10]) == [2, 2, 1, 3]
+
+
+@pytest.mark.parametrize("ranks", [0, -1, True, 1.5, "2"])
+def test_ranks_are_a_whole_number_of_1_or_more(ranks):
+    """A bool counts as an int in Python."""
+    with pytest.raises(PartitionError) as caught:
+        folded([1] * 6, ranks)
+    assert str(caught.value) == f"ranks is {ranks!r}; it must be a whole number of 1 or more"
+    assert folded([1] * 6, np.int64(1)) == [3, 3]
+
+
+def test_two_stages_need_two_layers_and_a_limit_below_what_any_cut_needs_has_no_cut():
+    """As many layers as stages are enough; a limit may be met exactly."""
+    with pytest.raises(PartitionError, match="cannot make 4 stages from 3 layers"):
+        folded([1] * 3, 2)
+    assert folded([1] * 4, 2) == [1, 1, 1, 1]
+    assert folded([0.0] * 5, 2) is not None
+    assert folded([1, 1], 1, fixed_bytes=[3, 4], limits=[7]) == [1, 1]
+    assert folded([1, 1], 1, fixed_bytes=[3, 4], limits=[6]) is None

@@ -221,3 +221,24 @@ def test_numbers_that_do_not_fit_each_other_are_refused(call, message):
     """Rows are of ranks here and of stages elsewhere: a mix-up must not go through."""
     with pytest.raises(PartitionError, match=message):
         call()
+
+
+@settings(deadline=None, max_examples=40)
+@given(case=chains(LOOPS))
+def test_the_lower_bound_of_a_search_is_the_average_rank_or_the_layers_that_must_meet(case):
+    """Of the (k - 1) x ranks + 1 dearest layers some rank holds k: the cheapest k of them, at least.
+    Of unlike ranks the fastest counts for every layer.
+    """
+    (ranks, rounds), seconds, options = case
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(looped_with_bound.__globals__, "FEW_CUTS", 0)
+        result = looped_with_bound(seconds, ranks, rounds, **options)
+    if result is None:
+        return
+    dearest = sorted((min(column) for column in zip(*seconds, strict=True)), reverse=True)
+    bounds = [sum(dearest) / ranks]
+    for k in range(1, len(dearest) + 1):
+        count = (k - 1) * ranks + 1
+        if count <= len(dearest):
+            bounds.append(sum(dearest[count - k : count]))
+    assert result.lower_bound == pytest.approx(min(max(bounds), result.bottleneck), abs=1e-12)

@@ -187,7 +187,7 @@ def test_no_bound_tried_one_after_another_gives_a_smaller_sum_with_its_slowest(s
         np.maximum(work - work[:, None], 0)[:, :, None] / np.maximum(np.arange(ranks + 1), 1) ** 0.3
     )
     table = table * (1 + rng.random((layers + 1, layers + 1, ranks + 1)) / 10)
-    chain = chain_of(table, None, None, None)
+    chain = chain_of(table, None)
     cuts = [
         chain.least(bound=float(bound), sums=True, stages=None, exactly=exactly)
         for bound in np.unique(chain.entries())

@@ -12,7 +12,17 @@ from penstock.errors import PartitionError
 from penstock.partition.balanced import partition_balanced
 from penstock.partition.block import block_partition
 from penstock.partition.bottleneck import minimax
-from penstock.partition.validation import check_costs, check_number, limits_of
+from penstock.partition.validation import (
+    LARGEST_SUM,
+    check_costs,
+    check_number,
+    in_flight_of,
+    limits_of,
+    numbers_of,
+    refuse_unknown,
+    rows_of,
+    sums_of,
+)
 
 every_algorithm = pytest.mark.parametrize(
     "algorithm", [partition_balanced, block_partition, minimax]
@@ -95,3 +105,65 @@ def test_limits_are_one_number_for_each_holder(limits):
     ):
         limits_of(limits, "limits", 2, "ranks")
     assert limits_of([1.0, math.inf], "limits", 2, "ranks").tolist() == [1.0, math.inf]
+
+
+def test_the_largest_sum_is_allowed_and_the_first_bad_entry_named():
+    """Of several; -0.0 is 0."""
+    assert check_costs([LARGEST_SUM, 0.0, -0.0]).sum() == LARGEST_SUM
+    with pytest.raises(PartitionError, match=r"costs: the sum 1.1e\+307 is above 1e\+307"):
+        check_costs([LARGEST_SUM, LARGEST_SUM / 10])
+    with pytest.raises(PartitionError, match=r"costs: entry 2 is -3.0; costs must be finite"):
+        check_costs([0, 1, -3, math.nan, -1])
+    assert check_costs([], "x").shape == (0,)
+
+
+def test_an_option_that_a_method_does_not_take_is_refused_with_those_that_it_takes():
+    """Known ones are not named as unknown."""
+    refuse_unknown("m", ["a", "b"], iter(["b", "a", "c"]))
+    refuse_unknown("m", [], [])
+    with pytest.raises(PartitionError) as caught:
+        refuse_unknown("m", ["z", "a", "y"], iter(["b", "a"]))
+    assert str(caught.value) == "m does not take z, y: it takes b, a"
+    with pytest.raises(PartitionError) as caught:
+        refuse_unknown("m", ["a"], ())
+    assert str(caught.value) == "m does not take a: it takes no options"
+
+
+def test_rows_are_one_for_all_stages_or_one_for_each():
+    """A single row is repeated; the message names the row of a bad entry, of several rows."""
+    assert numbers_of([1, 2], "x").dtype == np.float64
+    assert rows_of(numbers_of([1, 2], "x"), "x", 3, 2).tolist() == [[1, 2]] * 3
+    assert rows_of(numbers_of([[1, 2]], "x"), "x", 3, 2).tolist() == [[1, 2]] * 3
+    assert rows_of(numbers_of([[1, 2], [3, 4]], "x"), "x", 2, 2).tolist() == [[1, 2], [3, 4]]
+    assert sums_of(np.array([[1.0, 2.0], [4.0, 0.5]])).tolist() == [[0, 1, 3], [0, 4, 4.5]]
+    with pytest.raises(PartitionError) as caught:
+        rows_of(np.ones((2, 4)), "x", 3, 4)
+    assert str(caught.value) == "x: has the shape (2, 4); it must be (4,) or (3, 4)"
+    bad = np.array([[1.0, 2.0], [3.0, -1.0]])
+    with pytest.raises(PartitionError, match=r"^x\[1\]: entry 1 is -1.0"):
+        rows_of(bad, "x", 2, 2)
+    with pytest.raises(PartitionError, match=r"^x: entry 1 is -1.0"):
+        rows_of(bad[1], "x", 2, 2)
+    with pytest.raises(PartitionError, match=r"^x: has 2 entries, but 3 are needed"):
+        rows_of(bad[0], "x", 2, 3)
+    for shape in ((1, 1, 1), ()):
+        with pytest.raises(PartitionError, match=r"^x: has the shape \(.*one number per layer"):
+            numbers_of(np.ones(shape), "x")
+    with pytest.raises(
+        PartitionError, match=r"^x: must be a list of numbers, or one list of equal"
+    ):
+        numbers_of([[1, 2], [3]], "x")
+
+
+def test_one_micro_batch_is_in_flight_and_memory_unlimited_unless_told_otherwise():
+    """A limit may be negative or infinite, a number in flight may not."""
+    assert in_flight_of(None, 3).tolist() == [1, 1, 1]
+    assert in_flight_of([0, 2.5], 2).tolist() == [0, 2.5]
+    with pytest.raises(PartitionError, match="in_flight: entry 0 is inf"):
+        in_flight_of([math.inf], 1)
+    assert limits_of(None, "limits", 2, "ranks").tolist() == [math.inf] * 2
+    assert limits_of([-1, 0], "limits", 2, "ranks").tolist() == [-1, 0]
+    with pytest.raises(PartitionError) as caught:
+        limits_of([1], "memory", 3, "kinds")
+    assert str(caught.value) == "memory: [1] must be one number of bytes for each of 3 kinds"
+    assert check_number("bandwidth", math.inf) == math.inf

@@ -56,3 +56,12 @@ def test_pairs_are_kept_if_both_of_their_ops_are_there():
         (Op.parse("4F1"), Op.parse("1B1")),
         (Op.parse("1F1"), Op.parse("4B0")),
     }
+
+
+def test_waiting_weight_gradients_are_counted_by_their_way_and_three_ops_are_two_pairs():
+    """A bare W belongs to the way of its I."""
+    line = pen((1, "F0 F1 F1 I1 I0 I1 W W W"))
+    assert [line.count(move) for move in ("W0", "W1", "I1", "B1", "F1")] == [1, 2, 2, 2, 2]
+    assert [str(op) for op in line.ops(9)][-3:] == ["4W0", "1W0", "4W1"]
+    chain = pen((1, "F0&F1&B0"))
+    assert {tuple(map(str, pair)) for pair in chain.pairs(1)} == {("1F0", "4F0"), ("4F0", "1B0")}

@@ -6,11 +6,12 @@ from collections import defaultdict, deque
 
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from tests.schedule.custom_schedules import custom_schedules, custom_streams
 
 from penstock.schedule.catalogue import schedule
-from penstock.schedule.channels import channel_depth
-from penstock.schedule.lower import Direction, lower
+from penstock.schedule.channels import ActionGraph, channel_depth, topological_order
+from penstock.schedule.lower import Direction, Transfer, lower, messages
 from penstock.schedule.op import Kind, Op, Schedule
 
 
@@ -116,3 +117,37 @@ def test_a_schedule_without_transfers_needs_no_channel():
     """One rank, or none."""
     assert channel_depth(schedule("1f1b", 1, 8)) == 0
     assert channel_depth(Schedule(())) == 0
+
+
+@given(custom_schedules() | custom_streams(), st.integers(0, 3), st.booleans())
+@settings(deadline=None, max_examples=40)
+def test_the_receive_or_the_op_that_takes_a_message_waits_for_its_send(schedule, ahead, blocks):
+    """Every action also waits for the one before it, and nothing is in a cycle where channels have
+    no limit.
+    """
+    lowered = lower(schedule, ahead)
+    graph = ActionGraph.of(schedule, lowered, receives_block=blocks)
+    actions = [(rank, action) for rank, row in enumerate(lowered.programs) for action in row]
+    assert list(graph.nodes) == actions
+    place_of = {node: place for place, node in enumerate(actions)}
+    rows = defaultdict(list)
+    for link, message, _, consumer in messages(schedule):
+        send = place_of[link.source, Transfer(Direction.SEND, message, link.target)]
+        receive = place_of[link.target, Transfer(Direction.RECV, message, link.source)]
+        taker = place_of[link.target, schedule.programs[link.target][consumer]]
+        rows[link].append((send, receive))
+        assert (send in graph.waits[receive]) == blocks
+        assert (send in graph.waits[taker]) != blocks
+    assert dict(graph.transfers) == {link: sorted(pairs) for link, pairs in rows.items()}
+    for place, (rank, action) in enumerate(actions):
+        is_grouped = isinstance(action, Op) and action.kind is Kind.U
+        if not is_grouped and place and actions[place - 1][0] == rank:
+            assert place - 1 in graph.waits[place]
+    if not blocks or ahead == 0:
+        assert graph.blocked() == []
+
+
+def test_what_is_on_a_cycle_or_behind_one_has_no_order():
+    """Nodes that are ready come in the order in which they become so."""
+    assert topological_order([[2], [], [1], [0, 1]]) == ([1, 2, 0, 3], [])
+    assert topological_order([[], [2], [1], [1], [0, 0]]) == ([0, 4], [1, 2, 3])

@@ -78,6 +78,7 @@ def test_a_stage_synchronises_at_the_first_moment_at_which_all_its_ranks_are_idl
     for start, end, (rank, op) in rows:
         spans[rank].append((start, end, op))
     moments = sorted({end for row in spans for _, end, _ in row})
+    synchronised = []
     for stage in range(schedule.stages):
         ranks = [rank for rank, row in enumerate(spans) if any(op.stage == stage for *_, op in row)]
         ready = max(end for rank in ranks for _, end, op in spans[rank] if op.stage == stage)
@@ -91,3 +92,8 @@ def test_a_stage_synchronises_at_the_first_moment_at_which_all_its_ranks_are_idl
             before = [op for start, _, op in spans[rank] if start < moment]
             place = programs[rank].index(Op(Kind.U, stage, 1))
             assert [op for op in programs[rank][:place] if op.kind is not Kind.U] == before
+        synchronised.append((moment, ready, stage))
+    for rank, program in enumerate(programs):
+        stages = [stage for *_, stage in sorted(synchronised)]
+        updates = [op.stage for op in program if op.kind is Kind.U]
+        assert updates == [stage for stage in stages if any(op.stage == stage for op in bare[rank])]

@@ -1,4 +1,4 @@
-"""Plain and compiled kernels agree."""
+"""Kernels: plain and compiled loops agree with each other, and with the slow simulator."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.simulate.slow import rich_schedules
-from tests.simulate.test_everything import rich_costs
+from tests.simulate.slow import Slow, rich_schedules
+from tests.simulate.test_everything import Prices, cases, rich_costs
 
 from penstock import compiled
+from penstock.schedule.catalogue import schedule
 from penstock.schedule.dependencies import dependencies_of
+from penstock.schedule.kernels import Durations, RankSpans, Times, order_ops, time_ops, time_vectors
+from penstock.schedule.op import Schedule
 from penstock.schedule.recompute import Recompute
 from penstock.simulate.costs import LINKS
 from penstock.simulate.simulate import tables_of, times_of
@@ -41,3 +44,75 @@ def test_plain_and_compiled_loops_agree_to_the_bit(links, monkeypatch):
         assert all(map(np.array_equal, *times))
 
     check()
+
+
+@settings(deadline=None, max_examples=40)
+@given(cases())
+def test_times_of_ops_and_messages_are_those_of_the_slow_simulator(case):
+    """Pairs, slices, evictions, waves, and every sort of link; what is not sent is there at once."""
+    case_schedule, costs, overlap, recompute = case
+    prices = Prices(case_schedule, costs, recompute)
+    slow = Slow(case_schedule, prices.seconds, prices.hop, overlap, costs.links, costs.network)
+    tables = tables_of(case_schedule, costs, Recompute(recompute))
+    times = times_of(tables, tables.seconds[0], overlap, costs.links, costs.network)
+    moves = {(rank, op): span for (rank, op, _), span in slow.moves.items()}
+    first = tables.dependencies.ops.first.tolist()
+    for (rank, index), (start, end) in slow.times.items():
+        row = first[rank] + index
+        kind, stage, number = case_schedule.programs[rank][index]
+        sent, arrived = moves.get((rank, (kind.value, stage, number)), (end, end))
+        figures = [column[row] for column in times]
+        assert figures == pytest.approx([start, end, sent, arrived], abs=1e-9)
+
+
+@settings(deadline=None, max_examples=40)
+@given(rich_schedules(3), st.randoms(use_true_random=False), st.booleans())
+def test_spans_of_many_vectors_are_those_of_each_alone(case_schedule, rng, overlap):
+    """Plain Python, without a compiler; a rank's span is from its first op to its last."""
+    dependencies = dependencies_of(case_schedule)
+    ops, vectors = dependencies.ops, 3
+    count, ranks, links = len(ops), dependencies.ranks, len(dependencies.links)
+    table = np.array([[float(rng.randint(0, 9)) for _ in range(vectors)] for _ in range(2 * count)])
+    entries = np.arange(count)
+    has_ops = np.diff(ops.first) > 0
+    begins, ends = ops.first[:-1][has_ops], ops.first[1:][has_ops] - 1
+    mark = np.zeros(count, np.uint8)
+    mark[begins] |= 1
+    mark[ends] |= 2
+    spans = RankSpans(
+        mark, np.zeros(vectors), np.zeros((ranks, vectors)), np.zeros((ranks, vectors))
+    )
+    time_vectors(
+        dependencies.graph,
+        Durations(entries, count + entries, table, overlap),
+        np.zeros((ranks + 1, vectors)),
+        np.zeros((links, vectors)),
+        np.zeros((count, vectors)),
+        spans,
+    )
+    for vector in range(vectors):
+        times = Times(*(np.zeros(count) for _ in range(4)))
+        durations = Durations(entries, count + entries, table[:, vector], overlap)
+        time_ops(dependencies.graph, durations, np.zeros(ranks), np.zeros(links), times)
+        assert spans.makespan[vector] == times.end.max()
+        assert spans.first[has_ops, vector].tolist() == times.start[begins].tolist()
+        assert spans.last[has_ops, vector].tolist() == times.end[ends].tolist()
+
+
+def in_order(case_schedule):
+    """Return the ops in the order of the plain loop, and their number."""
+    dependencies = dependencies_of(case_schedule)
+    order = [-1] * len(dependencies.ops)
+    count = order_ops(dependencies.graph, dependencies.pending.copy(), order)
+    return [str(dependencies.ops.op(row)) for row in order[:count]], count
+
+
+def test_ops_are_in_the_order_in_which_they_become_ready():
+    """First in, first out; a group stands together, and a cycle ends the order before it."""
+    ops, count = in_order(schedule("gpipe", 2, 2))
+    assert count == 10
+    assert " ".join(ops) == "0F0 0F1 1F0 1F1 1B0 1B1 0B0 1U1 0B1 0U1"
+    grouped, _ = in_order(Schedule.parse("0F0 0B0 0U1\n0F1 0F2&0B1 0B2 0U1"))
+    assert " ".join(grouped) == "0F0 0F1 0B0 0F2 0B1 0B2 0U1 0U1"
+    stuck, count = in_order(Schedule.parse("0F0 0B0 0F1 0B1 0U1\n1F0 1F1 1B0 1B1 1U1"))
+    assert (stuck, count) == (["0F0", "1F0"], 2)

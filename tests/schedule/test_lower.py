@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.schedule.custom_schedules import custom_schedules
+from tests.simulate.slow import rich_schedules
 
 from penstock.errors import ScheduleError
 from penstock.schedule.catalogue import schedule
@@ -23,6 +24,7 @@ from penstock.schedule.lower import (
     lower,
     messages,
     output_message,
+    partners_of,
 )
 from penstock.schedule.op import Kind, Op, Schedule
 
@@ -217,3 +219,57 @@ def test_a_message_is_named_after_the_stage_that_produces_it():
     )
     assert output_message(Op(Kind.F, 2, 5), 3) is None
     assert input_message(Op(Kind.B, 2, 5), 3) is None
+
+
+@settings(deadline=None, max_examples=60)
+@given(rich_schedules(3))
+def test_evicted_activations_go_to_the_partner_and_come_back(schedule):
+    """The rank of the forward sends E and receives L, its partner the other way round; slices and
+    streams cross like whole micro-batches.
+    """
+    expected, partners = set(), {}
+    for rank, program in enumerate(schedule.programs):
+        for place, op in enumerate(program):
+            if op.kind in (Kind.E, Kind.L):
+                owner = schedule.placement[op.stage, op.micro_batch]
+                if owner != rank:
+                    partners[op] = rank
+                    at_owner = schedule.programs[owner].index(op)
+                    ends = [(owner, at_owner), (rank, place)]
+                    (source, producer), (target, consumer) = (
+                        ends if op.kind is Kind.E else ends[::-1]
+                    )
+                    expected.add((Link(source, target), Message(*op), producer, consumer))
+    assert partners_of(schedule) == partners
+    rows = list(messages(schedule))
+    assert {row for row in rows if row[1].kind in (Kind.E, Kind.L)} == expected
+    neighbours = {
+        tuple(message): tuple(link)
+        for link, message, *_ in rows
+        if message.kind in (Kind.F, Kind.B)
+    }
+    assert neighbours == crossings(schedule)
+    for link, message, producer, consumer in rows:
+        sender, receiver = schedule.programs[link.source], schedule.programs[link.target]
+        assert output_message(sender[producer], schedule.stages) == message
+        assert input_message(receiver[consumer], schedule.stages) == message
+    by_link = {}
+    for link, _, producer, _ in rows:
+        assert by_link.get(link, -1) < producer
+        by_link[link] = producer
+
+
+@settings(deadline=None, max_examples=40)
+@given(custom_schedules(synchronous=True), st.integers(0, 3))
+def test_after_dependencies_a_receive_is_posted_no_earlier_than_asked_for(schedule, ahead):
+    """The later of both places, in the order of the link."""
+    rows, last = list(messages(schedule)), last_dependencies(schedule)
+    lowered = lower(schedule, ahead, after_dependencies=True)
+    plain = lower(schedule, ahead)
+    for (link, message, *_), before in zip(rows, last, strict=True):
+        transfer = Transfer(Direction.RECV, message, link.source)
+        places = []
+        for program in (lowered.programs[link.target], plain.programs[link.target]):
+            post = program.index(transfer)
+            places.append(sum(isinstance(action, Op) for action in program[:post]))
+        assert places[0] == max(places[1], before + 1)

@@ -14,6 +14,7 @@ from penstock.schedule.catalogue import schedule, schedules
 from penstock.schedule.dependencies import dependencies_of
 from penstock.schedule.lower import lower
 from penstock.schedule.op import Kind, Op, Schedule
+from penstock.schedule.slicing import Slicing
 from penstock.schedule.streaming.period import with_batch_count
 from penstock.verify.verify import verify
 
@@ -223,3 +224,50 @@ def test_a_program_whose_last_ops_are_a_pair_is_written_and_read_back():
     """Alone, at either end, and beside ops of no pair."""
     for text in ("0F0&0B0", "0F0 0F1&0B0", "0F1&0B0 0B1", "0F0 0F1&0B0 0F2&0B1 0B2 0U1"):
         assert str(Schedule.parse(f"rank 0 | {text}")) == f"rank 0 | {text}"
+
+
+def test_programs_move_to_the_ranks_that_are_given():
+    """The program of rank r goes to rank `ranks[r]`, not the other way round."""
+    turned = schedule("gpipe", 3, 1).on_ranks((1, 2, 0))
+    assert str(turned) == ("rank 0 | 2F0 2B0 2U1\nrank 1 | 0F0 0B0 0U1\nrank 2 | 1F0 1B0 1U1")
+    for ranks in ((0, 1), (0, 1, 1), (1, 2, 3)):
+        with pytest.raises(ScheduleError) as caught:
+            schedule("gpipe", 3, 1).on_ranks(ranks)
+        expected = f"{list(ranks)} is not a permutation of the 3 ranks of gpipe"
+        assert str(caught.value) == expected
+
+
+def test_micro_batches_slices_and_batches_are_counted_each_by_its_own():
+    """Slices of one micro-batch count as one; those of all batches of a stream add up."""
+    programs = Schedule.parse("0F0 0F1 0F2 0B2 0B1 0B0 0U1")
+    plain = programs
+    assert (plain.micro_batches, plain.slices, plain.total_micro_batches) == (3, 3, 3)
+    assert (plain.slices_per_micro_batch, plain.shares) == (1, (1.0, 1.0, 1.0))
+    cut = replace(programs, slicing=Slicing("samples", ((0.25, 0.75), (1.0,))))
+    assert (cut.micro_batches, cut.slices, cut.total_micro_batches) == (2, 3, 2)
+    assert (cut.slices_per_micro_batch, cut.shares) == (1.5, (0.25, 0.75, 1.0))
+    stream = schedule("pipedream", 2, 2, batches=3)
+    assert (stream.batches, stream.micro_batches, stream.slices) == (3, 2, 6)
+    assert (stream.total_micro_batches, stream.slices_per_micro_batch) == (6, 1)
+    evicting = Schedule.parse("0F0 0E0 0L0 0B0 0U1\n0E0 0L0")
+    assert (evicting.stages_of_rank, evicting.ranks_of_stage) == (((0,), ()), ((0,),))
+
+
+def test_the_first_of_slices_are_whole_sequences_or_small_micro_batches():
+    """Tokens stay together; slices of samples are micro-batches of their own. Pairs whose ops are
+    not both there end.
+    """
+    programs = Schedule.parse("0F0 0F1 0F2 0B2&0F3 0B3 0B1 0B0 0U1")
+    shares = ((0.5, 0.5), (0.25, 0.75))
+    tokens = replace(programs, slicing=Slicing("tokens", shares))
+    assert tokens.first_micro_batches(2) is tokens
+    short = tokens.first_micro_batches(1)
+    assert str(short) == "rank 0 | 0F0 0F1 0B1 0B0 0U1"
+    assert short.slicing == Slicing("tokens", shares[:1])
+    assert not short.pairs
+    samples = replace(programs, slicing=Slicing("samples", shares))
+    assert samples.first_micro_batches(4) is samples
+    assert str(samples.first_micro_batches(3)) == "rank 0 | 0F0 0F1 0F2 0B2 0B1 0B0 0U1"
+    assert samples.first_micro_batches(3).slicing is None
+    forwards = programs.forward_only()
+    assert (str(forwards), forwards.pairs) == ("rank 0 | 0F0 0F1 0F2 0F3", frozenset())

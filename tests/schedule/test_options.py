@@ -28,3 +28,7 @@ def test_a_wrong_type_of_a_known_option_shows_the_values_and_the_reason():
     """Which of several values is wrong only Python's own words tell."""
     error = option_error("zb", {"chunks": "2"}, ("chunks",), TypeError("no len()"))
     assert str(error) == "zb cannot use chunks='2': no len()"
+    several = option_error("zb", {"a": "2", "b": 3}, ("b", "a"), TypeError("no len()"))
+    assert str(several) == "zb cannot use a='2', b=3: no len()"
+    mixed = option_error("zb", {"x": 1, "a": 2, "y": 3}, ("a",), TypeError("x"))
+    assert str(mixed) == "zb does not take x, y: it takes a"

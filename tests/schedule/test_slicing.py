@@ -61,3 +61,23 @@ def test_other_ways_to_cut_are_refused():
         ScheduleError, match="slices are cut along tokens or samples, not 'channels'"
     ):
         Slicing("channels", ((1.0,),))
+
+
+def test_shares_are_compared_and_summed_up_to_their_rounding():
+    """A billionth is rounding; a millionth is a mistake."""
+    assert Slicing("samples", ((0.5, 0.5 + 1e-10),)).share == (0.5, 0.5 + 1e-10)
+    with pytest.raises(ScheduleError, match="the slices of micro-batch 0 have shares"):
+        Slicing("samples", ((0.5, 0.5 + 1e-6),))
+    assert [micro_batches_in(total) for total in (2.5, 1 / 3, 0.0)] == [2.5, 0.333333333, 0]
+    assert micro_batches_in(3 - 1e-10) == 3
+    assert micro_batches_in(3 - 1e-6) == 3 - 1e-6
+
+
+def test_a_neighbour_is_no_slice_before_the_first_or_after_the_last():
+    """Negative numbers count from the end of a tuple."""
+    whole = Slicing("tokens", ((0.5, 0.5),))
+    assert [whole.neighbour(number, offset) for number, offset in ((0, -1), (1, 1), (0, 0))] == [
+        None,
+        None,
+        0,
+    ]

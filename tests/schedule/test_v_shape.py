@@ -20,3 +20,7 @@ def test_half_a_stage_more_is_refused():
         ScheduleError, match=r"mine goes down the ranks and back up.* and got 7; use 6 or 8$"
     ):
         ranks_of_v("mine", 7)
+    with pytest.raises(ScheduleError, match=r"got 1; use 2$"):
+        ranks_of_v("mine", 1)
+    with pytest.raises(ScheduleError, match=r"got 3; use 2 or 4$"):
+        ranks_of_v("mine", 3)

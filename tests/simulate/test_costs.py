@@ -7,7 +7,8 @@ import pytest
 
 from penstock.errors import SettingError
 from penstock.schedule.catalogue import schedule
-from penstock.simulate.costs import Costs
+from penstock.simulate.costs import FIELDS, Costs
+from penstock.simulate.network import Network
 from penstock.simulate.simulate import simulate_schedule
 
 
@@ -165,3 +166,83 @@ def test_a_message_takes_latency_and_bytes_over_bandwidth():
         ).makespan
         == 6 + 3 + 1
     )
+
+
+def test_fields_that_never_differ_by_micro_batch_are_refused_as_lists_and_functions():
+    """Of each of them one number per stage is needed; all others may differ."""
+    per_stage = {"update", "weight_bytes", "gradient_bytes", "optimizer_bytes", "weight_versions"}
+    others = {"weight_bytes": 9.0, "activation_bytes": 9.0, "boundary_bytes": 9.0}
+    for name in FIELDS:
+        fields = {key: number for key, number in others.items() if key != name}
+        if name in per_stage:
+            for value in ([[1.0, 2.0]], [(1.0, 2.0), 3.0], [np.ones(2)]):
+                with pytest.raises(
+                    SettingError, match=f"{name} has .*cannot differ by micro-batch"
+                ):
+                    Costs(**fields, **{name: value})
+            with pytest.raises(SettingError, match=f"costs: {name} has <function"):
+                Costs(**fields, **{name: lambda stage, number: 1.0})
+        else:
+            assert getattr(Costs(**fields, **{name: [[1, 2], 3]}), name) == ((1.0, 2.0), 3.0)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        (1.0, float("nan")),
+        (float("nan"),) * 2,
+        (1.0, float("inf")),
+        (1.0, -0.5),
+        (-1.0, 2.0),
+        ((1.0, float("nan")),),
+        ((-1.0, 3.0),),
+    ],
+)
+def test_rows_of_floats_are_checked_as_any_others(bad):
+    """They have a short way of their own; NaN passes no comparison."""
+    with pytest.raises(SettingError, match=r"forward has .*; seconds and bytes must be finite"):
+        Costs(forward=bad)
+
+
+@pytest.mark.parametrize("name", ["gradient_bytes", "optimizer_bytes", "weight_versions"])
+def test_each_part_needs_its_whole(name):
+    """It would have no effect."""
+    with pytest.raises(SettingError, match=f"costs: {name} has no effect without weight_bytes"):
+        Costs(**{name: 1.0})
+    assert getattr(Costs(weight_bytes=3.0, **{name: 1.0}), name) == 1.0
+
+
+def test_links_are_set_in_one_way():
+    """A network has links of its own; a latency needs no bytes, a bandwidth does."""
+    for links in ("half-duplex", "shared"):
+        message = f"links are '{links}', and a network has links of its own; leave one out"
+        with pytest.raises(SettingError, match=message):
+            Costs(links=links, network=Network((0, 1)))
+    assert Costs(network=Network((0, 1))).links == "duplex"
+    with pytest.raises(SettingError, match="transfer and bandwidth both set the seconds"):
+        Costs(transfer=1.0, bandwidth=1.0, boundary_bytes=1.0)
+    assert Costs(latency=1.0).bandwidth is None
+    assert Costs(transfer_back=1.0, latency=1.0).transfer_back == 1.0
+
+
+def test_names_before_version_0_2_still_work_with_a_warning():
+    """Each by its new name."""
+    names = {
+        "again": "recompute",
+        "kept_bytes": "saved_bytes",
+        "again_bytes": "recompute_peak_bytes",
+        "evict": "offload",
+        "pair": "forward_backward",
+    }
+    for old, new in names.items():
+        with pytest.warns(DeprecationWarning, match=new):
+            assert getattr(Costs(**{old: 7.0}), new) == 7.0
+
+
+def test_the_bytes_of_ranks_are_rows_of_three():
+    """Lists become tuples, so that costs are values."""
+    costs = Costs(weight_bytes=9.0, bytes_of_ranks=[[1, 2, 3]])
+    assert costs.bytes_of_ranks == ((1, 2, 3),)
+    for row in ([1, 2], [1, 2, 3, 4]):
+        with pytest.raises(SettingError, match="bytes_of_ranks has rows of other than 3 numbers"):
+            Costs(weight_bytes=9.0, bytes_of_ranks=[[1, 2, 3], row])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 
@@ -283,12 +284,16 @@ def check_memory(case, known):
     for rank in range(case_schedule.ranks):
         base = sum(costs.weight_bytes[stage] for stage in case_schedule.stages_of_rank[rank])
         curve, holders = line.memory[rank], line.memory_holders[rank]
-        most = base
+        most, sums = base, [(base, Counter())]
         for low, high in pairwise(moments):
             middle = (low + high) / 2
             now = [row for row in held if row[0] == rank and row[2] <= low and high <= row[3]]
             total = base + sum(row[4] for row in now)
             most = max(most, total)
+            by_holder = Counter()
+            for row in now:
+                by_holder[row[1]] += row[4]
+            sums.append((total, by_holder))
             if (
                 middle <= line.makespan and high - low > 1e-9
             ):  # closer are only sums of floats in another order
@@ -297,6 +302,14 @@ def check_memory(case, known):
         assert line.peak_memory[rank] == curve.peak == pytest.approx(most, abs=0.5 + 1e-6)
         assert sum(holders.values()) == pytest.approx(curve.peak, abs=3)
         assert holders["weights"] == round(base)
+        assert any(
+            all(
+                abs(holders[name] - by_holder[name]) < 0.5 + 1e-6
+                for name in ("activations", "boundary", "recompute")
+            )
+            for total, by_holder in sums
+            if total >= most - 1e-6
+        )
 
 
 @given(cases(amounts=AMOUNTS.map(lambda x: x + 0.25)), st.booleans())

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.simulate.slow import rich_schedules
 
 from penstock.schedule.catalogue import schedule
-from penstock.schedule.op import Kind
+from penstock.schedule.op import Kind, Schedule
 from penstock.schedule.recompute import Recompute
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import tables_of
@@ -169,3 +169,17 @@ def test_entries_are_cached_by_policy_and_not_shared_with_another():
     assert not tables_of(case, costs, Recompute.NEVER).detailed
     paired = replace(case, pairs={tuple(case.programs[1][1:3])})
     assert tables_of(paired, costs, Recompute.NEVER).detailed
+
+
+@pytest.mark.parametrize(("pair", "seconds"), [("0F2&0B1", 5.0 + 1.0), ("0F1&0B2", 5.0)])
+def test_a_measured_pair_runs_again_what_its_backward_recomputes(pair, seconds):
+    """`except_last` leaves out the last micro-batch, whichever half of the pair is of it."""
+    forward, backward = pair.split("&")
+    others = [f"0F{number}" for number in range(3) if f"0F{number}" != forward]
+    text = " ".join([*others, pair, *(f"0B{n}" for n in range(3) if f"0B{n}" != backward), "0U1"])
+    case = Schedule.parse(text)
+    costs = Costs(forward=1.0, backward=2.0, forward_backward=5.0)
+    tables = tables_of(case, costs, Recompute.EXCEPT_LAST)
+    row = [str(op) for op in case.ops].index(forward)
+    for place in (row, row + 1):
+        assert tables.seconds[0, tables.op_entry[place]] == seconds

@@ -9,14 +9,16 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.simulate.test_everything import AMOUNTS, cases, check_memory
+from tests.simulate.slow import rich_schedules
+from tests.simulate.test_everything import AMOUNTS, Prices, cases, check_memory
 
 from penstock.errors import SettingError
 from penstock.schedule.catalogue import schedule
-from penstock.schedule.op import Schedule
+from penstock.schedule.op import Kind, Schedule
 from penstock.schedule.recompute import Recompute
 from penstock.simulate.costs import Costs
-from penstock.simulate.simulate import peak_memory, simulate_schedule
+from penstock.simulate.memory_curves import weight_bytes_of_ranks
+from penstock.simulate.simulate import peak_memory, simulate_schedule, tables_of
 
 #: A stage keeps 10 bytes per micro-batch, 2 of them its input; weights take 100 and 200.
 COSTS = Costs(activation_bytes=10, input_bytes=2, weight_bytes=[100, 200])
@@ -168,3 +170,93 @@ def test_bytes_of_ranks_stand_in_place_of_those_of_stages_and_are_one_row_per_ra
         peak_memory(schedule("1f1b", 3, 3), replace(costs, weight_bytes=100))
     with pytest.raises(SettingError, match="bytes_of_ranks has rows of other than 3 numbers"):
         Costs(weight_bytes=1.0, bytes_of_ranks=((1, 2), (3, 4)))
+
+
+def slow_peak(case_schedule, rank, prices, policy, after_input_grad, base):
+    """Walk through a rank's program and add up by hand what its ops allocate and release."""
+    held = most = base
+    for op in case_schedule.programs[rank]:
+        if op.kind is Kind.U:
+            continue
+        _, stage, number = op
+
+        def amount(name, stage=stage, number=number):
+            return prices.amount(name, stage, number)
+
+        full = amount("activation_bytes")
+        saved, again = full, 0.0
+        if policy == "selective":
+            saved = amount("saved_bytes")
+            peak, rest = amount("recompute_peak_bytes"), max(full - saved, 0.0)
+            again = peak if op.kind is Kind.B else rest
+        elif prices.again(number):
+            saved = amount("input_bytes")
+            again = full - saved
+        after = amount("activation_bytes_after_input_grad")
+        is_owner = case_schedule.placement[stage, number] == rank
+        start, end = {
+            Kind.F: (saved, 0.0),
+            Kind.B: (again, -again - saved),
+            Kind.I: (again, -again - saved + after if after_input_grad else 0.0),
+            Kind.W: (0.0, -after if after_input_grad else -saved - again),
+            Kind.E: (0.0, -saved) if is_owner else (saved, 0.0),
+            Kind.L: (saved, 0.0) if is_owner else (0.0, -saved),
+        }[op.kind]
+        most = max(most, held + start, held + start + end)
+        held += start + end
+    return most
+
+
+@given(
+    rich_schedules(3),
+    st.sampled_from(["never", "except_last", "always", "selective"]),
+    st.booleans(),
+)
+@settings(deadline=None, max_examples=60)
+def test_a_peak_is_that_of_a_walk_through_the_program(case_schedule, policy, after_input_grad):
+    """Every field has numbers of its own for each stage and micro-batch, in quarters so that the
+    shares of slices are exact. Of a stage's weights only the weights have versions.
+    """
+
+    def field(base, by_stage, by_number):
+        return lambda stage, number: float(base + by_stage * stage + by_number * number)
+
+    stages = range(case_schedule.stages)
+    after = field(52, 20, 4) if after_input_grad else None
+    costs = Costs(
+        activation_bytes=field(400, 52, 12),
+        input_bytes=field(28, 12, 4),
+        activation_bytes_after_input_grad=after,
+        saved_bytes=field(76, 28, 20),
+        recompute_peak_bytes=field(212, 44, 36),
+        weight_bytes=[1000 + 170 * stage for stage in stages],
+        gradient_bytes=[110 + 13 * stage for stage in stages],
+        optimizer_bytes=[230 + 29 * stage for stage in stages],
+        weight_versions=[1 + stage for stage in stages],
+    )
+    pipelines = 1 if case_schedule.stream is None else case_schedule.stream.pipelines
+    prices = Prices(case_schedule, costs, policy)
+    expected = []
+    for rank in range(case_schedule.ranks):
+        parts = [0, 0, 0]
+        for stage in case_schedule.stages_of_rank[rank]:
+            gradient, state = costs.gradient_bytes[stage], costs.optimizer_bytes[stage]
+            weights = costs.weight_bytes[stage] - gradient - state
+            parts[0] += weights * costs.weight_versions[stage]
+            parts[1] += gradient
+            parts[2] += pipelines * state
+        tables = tables_of(case_schedule, costs, Recompute(policy))
+        assert weight_bytes_of_ranks(tables)[rank].tolist() == parts
+        args = (prices, policy, after_input_grad, sum(parts))
+        expected.append(round(slow_peak(case_schedule, rank, *args)))
+    assert peak_memory(case_schedule, costs, policy) == tuple(expected)
+
+
+def test_a_part_of_nothing_left_is_allowed_and_one_byte_more_is_refused():
+    """Gradients and optimizer state may be all of a stage's bytes."""
+    case_schedule = schedule("1f1b", 2, 3)
+    costs = Costs(weight_bytes=8, gradient_bytes=[5, 3], optimizer_bytes=[3, 5])
+    assert peak_memory(case_schedule, costs) == (8, 8)
+    message = "optimizer_bytes of stage 0 add up to more than its 8 weight_bytes"
+    with pytest.raises(SettingError, match=message):
+        peak_memory(case_schedule, replace(costs, optimizer_bytes=[4, 5]))

@@ -3,23 +3,29 @@
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from penstock.cluster.cluster import Cluster, Device, Link
 from penstock.profile.profile import LayerProfile, Profile, Timing
-from penstock.schedule.op import Schedule
+from penstock.schedule.op import Kind, Schedule
+from penstock.schedule.slicing import Slicing
 from penstock.simulate.costs import Costs
 from penstock.simulate.gradient_sync import (
     SUM_S_PER_BYTE,
     all_reduce_seconds,
     least_sum_seconds,
+    processor_seconds,
 )
 from penstock.simulate.overlapped_sums import (
+    BUCKET_BYTES,
     hidden_sum_seconds,
     with_overlapped_sums,
     with_shorter_updates,
 )
 from penstock.simulate.plan_costs import schedule_costs
 from penstock.simulate.simulate import simulate_schedule
+from penstock.simulate.stage_seconds import parts_of, stage_seconds
 from penstock.weights.catalogue import weight_rule
 
 #: A second for 1 MB, and half a second on the way.
@@ -159,3 +165,100 @@ def test_updates_get_shorter_by_what_is_hidden_and_never_less_than_nothing():
     assert with_shorter_updates(costs, [0.0, 0.0]) is costs
     assert with_shorter_updates(costs, [0.5, 0.0]).update == (2.5, 1.0)
     assert with_shorter_updates(costs, [0.5, 2.0]) == replace(costs, update=(2.5, 0.0))
+
+
+def random_program(rng, stages):
+    """Return the ops of one rank: forwards, then backwards of all stages in any order, among them
+    an update after the last one of a stage; micro-batch R is that of the rank.
+    """
+    steps = {}
+    for stage in range(stages):
+        backward = [Kind.B] if rng.random() < 0.5 else [Kind.I, Kind.W]
+        steps[stage] = [*backward, Kind.U]
+    words = [f"{stage}FR" for stage in range(stages)]
+    while steps:
+        stage = rng.choice(sorted(steps))
+        kind = steps[stage].pop(0)
+        words.append(f"{stage}U1" if kind is Kind.U else f"{stage}{kind.value}R")
+        if not steps[stage]:
+            del steps[stage]
+    return " ".join(words)
+
+
+def random_profile(rng, sizes):
+    """Return a profile whose layers have these bytes, and unlike seconds in every phase."""
+    model = profile(*[0] * len(sizes))
+    layers = [
+        replace(
+            layer,
+            parameter_bytes=size,
+            backward=timing(rng.uniform(0.5, 4)),
+            input_grad=timing(rng.uniform(0.5, 4)),
+            weight_grad=timing(rng.uniform(0.5, 4)),
+            forward=timing(rng.uniform(0.5, 4)),
+        )
+        for layer, size in zip(model.layers, sizes, strict=True)
+    ]
+    return replace(model, layers=tuple(layers))
+
+
+def slow_hidden(program, model, lengths, samples, ranks, cluster):
+    """Walk through a program beside the network, bucket by bucket."""
+    phase_of = {"F": "forward", "B": "backward", "I": "input_grad", "W": "weight_grad"}
+    last = {op.stage: place for place, op in enumerate(program) if op.kind.value in "BW"}
+    now_s = network_s = 0.0
+    complete_s, hidden_s = {}, {}
+    latency_s = all_reduce_seconds(ranks, 0.0, cluster)
+    for place in range(min(last.values()), len(program)):
+        kind, stage = program[place].kind.value, program[place].stage
+        part = parts_of(lengths)[stage]
+        if kind == "U":
+            size = sum(layer.parameter_bytes for layer in model.layers[part])
+            waits_s = max(complete_s[stage] - now_s, processor_seconds(ranks, size, cluster))
+            waits_s += SUM_S_PER_BYTE * size
+            hidden_s[stage] = max(0.0, all_reduce_seconds(ranks, size, cluster) - waits_s)
+            now_s += waits_s
+            continue
+        if last[stage] == place:
+            phase = "backward" if stage == 0 else phase_of[kind]
+            ready_s, bucket = now_s, 0
+            for index in reversed(range(part.start, part.stop)):
+                ready_s += model.layers[index].seconds(phase, samples)
+                bucket += model.layers[index].parameter_bytes
+                if bucket >= BUCKET_BYTES or index == part.start:
+                    wire_s = all_reduce_seconds(ranks, bucket, cluster) - latency_s
+                    network_s = max(network_s, ready_s) + wire_s - SUM_S_PER_BYTE * bucket
+                    bucket = 0
+            complete_s[stage] = network_s + latency_s
+        now_s += stage_seconds(model, lengths, samples)[phase_of[kind]][stage]
+    return hidden_s
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.randoms(use_true_random=False), st.integers(1, 3), st.integers(2, 3), st.booleans())
+def test_what_is_hidden_is_that_of_a_walk_beside_the_network(rng, stages, count, sliced):
+    """Unlike layers and devices, buckets that are just full, and updates in any order; of the
+    replicas of a stage the one that hides least counts.
+    """
+    lengths = [rng.randint(1, 3) for _ in range(stages)]
+    sizes = [rng.choice([0, 1 << 20, (4 << 20) - 1, 4 << 20, 9 << 20]) for _ in range(sum(lengths))]
+    kinds = [random_profile(rng, sizes) for _ in range(2)]
+    profiles = [rng.choice(kinds) for _ in range(count)]
+    wire = Link(rng.choice([0.0, 0.5]), 2e6, cpu_s_per_byte=rng.choice([1e-9, 3e-7]))
+    cluster = replace(HOSTS, between=wire)
+    program = replicated(random_program(rng, stages), count)
+    samples = 1.0
+    if sliced:
+        program = replace(program, slicing=Slicing("samples", ((1 / count,) * count,)))
+        samples = 1.0 * count
+    ranks = range(count)
+    expected = [
+        slow_hidden(row, model, lengths, 1.0, ranks, cluster)
+        for row, model in zip(program.programs, profiles, strict=True)
+    ]
+    seconds = hidden_sum_seconds(
+        program, program.ranks_of_stage, profiles, lengths, samples, cluster
+    )
+    assert seconds == pytest.approx(
+        [min(row[stage] for row in expected) for stage in range(stages)]
+    )

@@ -8,10 +8,12 @@ from penstock.cluster.cluster import Cluster, Device, Link, cluster
 from penstock.errors import PartitionError, PlanError
 from penstock.plan.plan import Plan
 from penstock.plan.prediction import Prediction
+from penstock.plan.sharding import Sharding
 from penstock.profile.device_profiles import scale_profile
 from penstock.profile.profile import LayerProfile, Profile, Timing
 from penstock.schedule.catalogue import schedule
 from penstock.schedule.op import Kind, Schedule
+from penstock.schedule.slicing import Slicing
 from penstock.simulate.gradient_sync import SUM_S_PER_BYTE, all_reduce_seconds
 from penstock.simulate.plan_costs import (
     costs_of_plan,
@@ -19,6 +21,7 @@ from penstock.simulate.plan_costs import (
     schedule_costs,
     simulate_plan,
     stage_costs,
+    width_profile,
     with_plan_zero,
 )
 from penstock.simulate.rank_memory import StoredParameters
@@ -413,8 +416,86 @@ def test_levels_of_zero_divide_the_update_of_a_schedule_and_not_its_sums(kind, n
         step * share + sum_s for step, share, sum_s in zip(steps, shares, sums, strict=True)
     ]
     assert first.update == pytest.approx(expected)
+    # Nothing is tied: the parameters of a stage are one each, and rank 1 owns that of stage 1.
+    weights_of_rank = 100.0 + 900.0
+    for weights, gradients, _ in first.bytes_of_ranks:
+        assert (weights, gradients) == (weights_of_rank + 6, copies * weights_of_rank)
     second = with_plan_zero(costs, case_schedule, profile, lengths, on, 2)
     assert second.gradient_bytes == pytest.approx(sizes), "up to two of one and three layers"
     assert second.optimizer_bytes == pytest.approx([100.0, 900.0])
     with pytest.raises(PlanError, match="zero is for synchronous schedules, and pipedream is"):
         with_plan_zero(costs, schedule("pipedream", 2, 2), profile, lengths, on, 1)
+
+
+def test_the_slices_of_each_micro_batch_take_the_link_between_its_own_copies():
+    """The first pipeline stays on its node, the second one does not; a micro-batch of one slice
+    has the fixed seconds of a message once.
+    """
+    text = "0F0 0F1 0B1 0B0 0U1\n1F0 1F1 1B1 1B0 1U1\n0F2 0B2 0U1"
+    apart = Schedule.parse(f"{text}\n1F2 1B2 1U1")
+    sliced = replace(apart, slicing=Slicing("samples", ((0.5, 0.5), (1.0,))))
+    costs = stage_costs(PROFILE, [2, 2], 1, FOUR, micro_batches=2)
+    on = replace(FOUR, devices_per_node=1, node_of=(0, 0, 1, 2))
+    near_s, far_s = 2 * LINK.transfer_seconds(1000), SLOW.transfer_seconds(2000)
+    assert place_costs(costs, sliced, on).transfer == ((near_s, far_s),)
+    spread = Schedule.parse("0F0 0F2 0B2 0B0 0U1\n1F0 1F1 1F2 1B2 1B1 1B0 1U1\n0F1 0B1 0U1")
+    spread = replace(spread, slicing=Slicing("samples", ((0.5, 0.5), (1.0,))))
+    both = place_costs(costs, spread, on).transfer
+    assert both == ((2 * SLOW.transfer_seconds(1000), LINK.transfer_seconds(2000)),)
+
+
+@pytest.mark.parametrize(
+    ("inside_shared", "between_shared", "ranks", "links"),
+    [
+        (True, False, (0, 1), "shared"),
+        (False, False, (0, 1), "duplex"),
+        (False, True, (0, 2), "shared"),
+        (True, False, (0, 2), "duplex"),
+        # Two nodes have a medium each, and a third one is between them.
+        (True, True, (0, 1, 2), "duplex"),
+        (True, True, (0, 1, 3, 2), "duplex"),
+        (False, True, (0, 2, 1, 3), "shared"),
+    ],
+)
+def test_a_medium_is_shared_where_all_that_crosses_uses_it(
+    inside_shared, between_shared, ranks, links
+):
+    """The simulator can only share one for all messages."""
+    on = replace(
+        FOUR,
+        inside=replace(LINK, shared=inside_shared),
+        between=replace(SLOW, shared=between_shared),
+    ).on(ranks)
+    stages = len(ranks)
+    lengths = [1] * (stages - 1) + [5 - stages]
+    costs = stage_costs(PROFILE, lengths, 1, on, micro_batches=2)
+    assert place_costs(costs, schedule("gpipe", stages, 2), on).links == links
+
+
+def test_more_stages_than_ranks_are_assumed_to_loop():
+    """Until they are placed: stages 0 and 3 on rank 0, and the last link back to it."""
+    three = FOUR.on((0, 1, 2))
+    costs = stage_costs(PROFILE, [1, 1, 1, 1], 1, three, micro_batches=1)
+    assert costs.transfer == (
+        LINK.transfer_seconds(1000),
+        SLOW.transfer_seconds(2000),
+        SLOW.transfer_seconds(3000),
+    )
+    sharded = replace(PROFILE, boundary_replicas=3)
+    assert stage_costs(sharded, [1, 3], 1, FOUR, micro_batches=1).input_bytes == (7, 3000)
+    assert stage_costs(sharded, [1, 3], 1, FOUR, micro_batches=1).boundary_bytes == (1000,)
+    assert not costs.boundary_buffers
+
+
+def test_a_width_that_was_not_profiled_is_refused_with_those_that_were():
+    """One profile for all devices; of several layouts the exact one."""
+    wide = replace(PROFILE, tensor_parallel=4)
+    sequence = replace(PROFILE, tensor_parallel=2, sequence_parallel=True)
+    model = replace(PROFILE, widths=(wide, sequence))
+    assert width_profile(model, Sharding()) is model
+    assert width_profile(model, Sharding(tensor_parallel=4)) is wide
+    assert width_profile(model, Sharding(tensor_parallel=2, sequence_parallel=True)) is sequence
+    with pytest.raises(PlanError, match="only for layers on 1, 2, 4 devices"):
+        width_profile(model, Sharding(tensor_parallel=2))
+    with pytest.raises(PlanError, match="planned for one kind of device: give one profile"):
+        width_profile({"d": model}, Sharding(tensor_parallel=4))

@@ -15,7 +15,7 @@ from penstock.errors import SettingError
 from penstock.schedule.catalogue import schedule
 from penstock.schedule.op import Schedule
 from penstock.simulate import sweep as many
-from penstock.simulate.costs import Costs
+from penstock.simulate.costs import FIELDS, Costs
 from penstock.simulate.simulate import simulate_schedule
 from penstock.simulate.sweep import simulate_many
 
@@ -173,3 +173,31 @@ def test_bytes_of_ranks_count_for_each_vector_that_gives_them(buffers):
     assert len(set(expected)) == len(costs)
     found = simulate_many(case_schedule, costs).peak_memory
     assert [tuple(row) for row in found.tolist()] == expected
+
+
+@pytest.mark.parametrize("policy", ["never", "always", "selective"])
+@pytest.mark.parametrize("buffers", [True, False])
+def test_vectors_that_differ_in_one_field_of_memory_have_their_own_peaks(policy, buffers):
+    """Peaks are computed once only for vectors that agree in all of these fields."""
+    case_schedule = schedule("zb-h1", 3, 4)
+    plain = Costs(
+        transfer=0.5,
+        boundary_bytes=3.0,
+        activation_bytes=53.0,
+        input_bytes=7.0,
+        activation_bytes_after_input_grad=23.0,
+        saved_bytes=11.0,
+        recompute_peak_bytes=61.0,
+        weight_bytes=101.0,
+        gradient_bytes=29.0,
+        optimizer_bytes=41.0,
+        weight_versions=1.0,
+        boundary_buffers=buffers,
+    )
+    names = [name for name in FIELDS if name.endswith(("bytes", "_grad", "weight_versions"))]
+    for name in names:
+        value = getattr(plain, name) or 1.0
+        costs = [plain, replace(plain, **{name: 1.5 * value}), plain]
+        outcomes = simulate_many(case_schedule, costs, recompute=policy)
+        alone = [simulate_schedule(case_schedule, one, recompute=policy) for one in costs]
+        assert list(map(tuple, outcomes.peak_memory.tolist())) == [one.peak_memory for one in alone]

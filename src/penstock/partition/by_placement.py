@@ -65,9 +65,10 @@ def by_fold(
         PartitionError: the number of stages is odd, or an option is out of range.
     """
     if stages % 2:
+        even = f"{stages + 1} or {stages - 1}" if stages > 1 else "2"
         raise PartitionError(
             f"folded gives every rank two stages, and {stages} stages is an odd number: "
-            f"ask for {stages + 1} or {stages - 1}"
+            f"ask for {even}"
         )
     seconds = profile.step_seconds(samples_of(profile, micro_batch))
     lengths = folded(seconds, stages // 2, slack=slack)

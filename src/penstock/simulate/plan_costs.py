@@ -204,10 +204,12 @@ def _crossing_seconds(
     pairs = _pairs(schedule, stage)
     if schedule.slicing is not None:
         by_micro_batch = []
-        for shares in schedule.slicing.shares:
+        rows = zip(schedule.slicing.first_of, schedule.slicing.shares, strict=True)
+        for first, shares in rows:
             slices = len(shares)
             slice_bytes = boundary_bytes / slices
-            slowest = max(cluster.transfer_seconds(slice_bytes, *pair) for pair in set(pairs))
+            used = set(pairs[first : first + slices])
+            slowest = max(cluster.transfer_seconds(slice_bytes, *pair) for pair in used)
             by_micro_batch.append(slices * slowest)
         return by_micro_batch
     seconds = {pair: cluster.transfer_seconds(boundary_bytes, *pair) for pair in set(pairs)}

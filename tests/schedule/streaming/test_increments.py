@@ -12,7 +12,7 @@ from penstock.schedule.dependencies import dependencies_of
 from penstock.schedule.lower import Direction, Transfer, lower
 from penstock.schedule.op import Kind, Op, Schedule
 from penstock.schedule.streaming.increments import StreamIncrements
-from penstock.schedule.streaming.period import with_batch_count
+from penstock.schedule.streaming.period import with_batch_count, with_batches
 from penstock.schedule.streaming.streams import Stream
 
 STREAMS = [name for name, entry in FAMILIES.entries().items() if not entry.facts["synchronous"]]
@@ -145,3 +145,32 @@ def test_programs_that_do_not_repeat_are_refused():
         ScheduleError, match="odd does not repeat itself from batch to batch within its 3 batches"
     ):
         StreamIncrements(schedule, ahead=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "stages", "options"),
+    [
+        ("hetpipe", 2, {"virtual_workers": 3, "in_flight": 2, "distance": 1}),
+        ("hetpipe", 1, {"virtual_workers": 2, "in_flight": 2, "distance": 0}),
+        ("wpipe", 4, {}),
+        ("pipedream", 3, {}),
+    ],
+)
+def test_completed_batches_go_on_with_each_cycle(name, stages, options):
+    """Long after the first batches, whatever the batches and loops of a cycle."""
+    stream = schedule(name, stages, 2, **options)
+    increments = StreamIncrements(stream, ahead=2)
+    ran = [set() for _ in range(stream.ranks)]
+    whole = with_batch_count(stream, 60)
+    ops_of_batch = [[set() for _ in range(60)] for _ in whole.programs]
+    for rank, program in enumerate(whole.programs):
+        for op, batch in with_batches(program, whole.micro_batches):
+            ops_of_batch[rank][batch].add(op)
+    for batch in range(50):
+        for rank, row in enumerate(ran):
+            row.update(increments.increment(rank, batch))
+        done = increments.completed_batches(batch)
+        assert all(
+            ops <= ran[rank] for rank, batches in enumerate(ops_of_batch) for ops in batches[:done]
+        )
+        assert any(not batches[done] <= ran[rank] for rank, batches in enumerate(ops_of_batch))
