@@ -20,7 +20,7 @@ def guard_of(reason=None):
         patience.append(patience_s)
         return reason
 
-    board = SimpleNamespace(failure=failure, elsewhere=lambda: ["rank 0 is at 0F1 since 5 s"])
+    board = SimpleNamespace(failure=failure, describe_others=lambda: ["rank 0 is at 0F1 since 5 s"])
     return PeerGuard(3, board), patience
 
 

@@ -84,11 +84,11 @@ def test_replicas_average_gradients_or_weights_but_not_both():
         [0, 1],
     ]
     assert plain.wave_replicas == {0: {}, 1: {}}
-    assert plain.lives == 1
+    assert plain.optimizer_replicas == 1
     waves = assembly_of(schedule="hetpipe", micro_batches=1, optimizer=sgd)
     assert not any(interpreter.replicas for interpreter in waves.interpreters.values())
     assert all(waves.wave_replicas.values())
-    assert waves.lives == max(map(len, waves.setting.schedule.ranks_of_stage)) > 1
+    assert waves.optimizer_replicas == max(map(len, waves.setting.schedule.ranks_of_stage)) > 1
 
 
 def test_a_stage_with_replicas_has_its_home_on_the_first():

@@ -33,7 +33,7 @@ def fewest_ranks(
 
     Args:
         tables: costs and limits of all stages.
-        bound: the most seconds that a stage or link may take.
+        bound: the most seconds that a stage may take.
         stage_count: number of stages from this one to the last; 0 is any number.
         fewest_after: shape (layers + 1,): the fewest ranks for the layers after the stage; ranks +
             1 where it is impossible.
@@ -63,7 +63,7 @@ def least_with(
 
     Args:
         tables, bound, stage_count: as in `fewest_ranks`.
-        sums: whether to add the seconds of the stages; else the slowest stage or link counts.
+        sums: whether to add the seconds of the stages; else the slowest stage counts.
         least_after: shape (layers + 1, ranks + 1): the result for the layers after the stage;
             infinite where it is impossible.
         least: likewise, output, infinite on entry. It may be `least_after` itself: then for any
