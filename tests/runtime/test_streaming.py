@@ -279,7 +279,7 @@ def test_a_rank_waits_only_for_sends_of_batches_that_all_have_completed(monkeypa
     for rows in released.values():
         rows.clear()
     list(pipe.train(batches(6)))
-    expected = [(stream.portions.completed_batches(index) - 1) * 4 for index in range(6)]
+    expected = [(stream.increments.completed_batches(index) - 1) * 4 for index in range(6)]
     assert released == dict.fromkeys(range(3), expected)
     assert expected[-1] > 0
 

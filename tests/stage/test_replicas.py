@@ -95,9 +95,9 @@ def test_a_gradient_of_an_earlier_batch_stays_where_a_later_one_has_none():
         device="cpu",
     )
     pipe.train_batch(-torch.ones(12, 3), torch.zeros(12, 3))
-    before = [dict(_gradients(stage))["1.negative"].clone() for stage in pipe._local_stages]
+    before = [dict(_gradients(stage))["1.negative"].clone() for stage in pipe._assembly.stages]
     pipe.train_batch(torch.ones(12, 3), torch.zeros(12, 3))
-    after = [dict(_gradients(stage))["1.negative"] for stage in pipe._local_stages]
+    after = [dict(_gradients(stage))["1.negative"] for stage in pipe._assembly.stages]
     assert all(grad.any() for grad in before)
     assert all(map(torch.equal, after, before))
 
