@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from penstock.measure.min_of_repeats import undisturbed_seconds
+from penstock.measure.messages import undisturbed_seconds
 
 #: Length of the chain of ops from which the cost of an op is measured.
 _OPS: Final = 64
