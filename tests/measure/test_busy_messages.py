@@ -75,8 +75,12 @@ def test_the_median_of_the_rounds_counts_and_no_gain_does(monkeypatch):
     assert lost_seconds(100.0, 120.0, 1.0) == 0
 
 
-@pytest.mark.parametrize(("bandwidth", "messages"), [(1e4, 1), (2**22, 2), (1e12, 64)])
-def test_a_window_has_as_many_messages_as_the_link_carries(monkeypatch, bandwidth, messages):
-    """One at least on the slowest link, and a limited number on memory."""
+@pytest.mark.parametrize(
+    ("bandwidth", "messages", "size"),
+    [(1.0, 1, 1), (1e4, 1, 1500), (2**22, 2, 2**18), (1e12, 64, 2**18)],
+)
+def test_a_window_has_what_the_link_carries(monkeypatch, bandwidth, messages, size):
+    """A small message on the slowest link, and a limited number on memory."""
     _, log, _ = measured(monkeypatch, 0, [1.0] * 12, bandwidth)
     assert log.index("compute", 3) - 3 == messages
+    assert log[3] == ("send", 1, size)

@@ -1,9 +1,9 @@
-"""What a rank that computes loses to messages on their way, per byte.
+"""Compute time that a rank loses per byte of the messages in transit.
 
-The CPU time of its process is only a part of it. The kernel moves packets in interrupts, which are
-in no process's account, and they empty the caches. On hosts that are network namespaces of one
-machine, joined at 100 Mbit/s, a core lost a third of its time while messages were on their way, 22
-to 34 ns per byte, where the process's CPU time was 5 ns per byte; at 1 Gbit/s it was 1 to 2 ns.
+The CPU time of its process is only a part of it: the kernel moves packets in interrupts, which
+count for no process, and which evict data from the caches. On two network namespaces of one machine,
+joined at 100 Mbit/s, a core lost a third of its compute time while messages were in transit, 22 to
+34 ns per byte, where the process's CPU time was 5 ns per byte; at 1 Gbit/s it lost 1 to 2 ns.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import torch.distributed as dist
 
 from penstock.measure.messages import Wires
 
-#: Bytes of a message, and seconds for which a rank computes with and without messages.
-_MESSAGE_BYTES = 2**18
+#: Most bytes of a message, and seconds for which a rank computes with and without messages: long
+#: beside a time slice, and 2 s in all.
+_MOST_BYTES = 2**18
 _WINDOW_S = 0.15
 #: Rounds, in half of which this rank sends and in half of which it receives.
 _ROUNDS = 6
@@ -26,20 +27,22 @@ _MOST_MESSAGES = 64
 
 
 def busy_seconds_per_byte(peer: int, wires: Wires, bandwidth_bytes_per_s: float) -> float:
-    """Return the seconds that a core loses per byte of messages to and from `peer`; both ranks
-    call it, and get figures of their own.
+    """Return the compute seconds that this rank loses per byte of messages to and from `peer`; both
+    ranks call it, and get figures of their own.
 
     Args:
         peer: the other rank.
         wires: transport of the messages, in host memory.
         bandwidth_bytes_per_s: of the link.
     """
-    fitting = int(_WINDOW_S * bandwidth_bytes_per_s / _MESSAGE_BYTES)
-    count = min(max(fitting, 1), _MOST_MESSAGES)
-    window_s = count * _MESSAGE_BYTES / bandwidth_bytes_per_s
+    window_bytes = _WINDOW_S * bandwidth_bytes_per_s
+    # On a slow link a smaller message, so that no link takes longer than the others.
+    size = max(1, min(_MOST_BYTES, int(window_bytes)))
+    count = min(max(int(window_bytes / size), 1), _MOST_MESSAGES)
+    window_s = count * size / bandwidth_bytes_per_s
     losses = []
     for number in range(_ROUNDS):
-        messages = [torch.ones(_MESSAGE_BYTES, dtype=torch.uint8) for _ in range(count)]
+        messages = [torch.ones(size, dtype=torch.uint8) for _ in range(count)]
         wires.meet(peer)
         undisturbed = _products_per_s(_WINDOW_S)
         wires.meet(peer)
@@ -50,7 +53,7 @@ def busy_seconds_per_byte(peer: int, wires: Wires, bandwidth_bytes_per_s: float)
         for work in works:
             work.wait()
         losses.append(lost_seconds(undisturbed, disturbed, window_s))
-    return statistics.median(losses) / (count * _MESSAGE_BYTES)
+    return statistics.median(losses) / (count * size)
 
 
 def lost_seconds(undisturbed: float, disturbed: float, window_s: float) -> float:

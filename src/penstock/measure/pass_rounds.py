@@ -64,7 +64,7 @@ class PassSeries:
 def run_in_turn(
     series: Sequence[PassSeries],
     repeats: int,
-    company: ConcurrentRanks,
+    concurrent: ConcurrentRanks,
     progress: Progress | None = None,
 ) -> None:
     """Warm up all series, then time their passes in turn.
@@ -72,14 +72,14 @@ def run_in_turn(
     Args:
         series: of ascending sizes.
         repeats: passes of each series; three times as many of short ones.
-        company: the ranks that measure at the same time, each with its series.
+        concurrent: the ranks that measure at the same time, each with its series.
         progress: called after every pass with the passes done, their total, and their size.
     """
     warm_up_s = [entry.warm_up() for entry in series]
     counts = [repeats if seconds > _SHORT_S else 3 * repeats for seconds in warm_up_s]
     rounds, total = max(counts), sum(counts)
     done = 0
-    company.wait_for_all()
+    concurrent.wait_for_all()
     for number in range(rounds):
         for entry, count in zip(series, counts, strict=True):
             # Series of fewer passes than rounds are spread evenly over the rounds.
@@ -91,5 +91,5 @@ def run_in_turn(
             if progress is not None:
                 progress(done, total, f"micro-batches of {entry.size}")
     # Keep this rank busy while others still measure.
-    while not company.all_done():
+    while not concurrent.all_done():
         series[0].keep_busy()

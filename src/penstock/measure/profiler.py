@@ -68,9 +68,9 @@ def profile(
 
     The chain runs forward and backward as in training, and every layer is timed in its place: once
     to warm up, then `repeats` times (more for short chains), with the sizes in turn; medians and
-    interquartile ranges are recorded. Copies of the model run, so that the model itself, and torch's random numbers, are
-    left unchanged. From then on this process does not return freed memory to the system (see
-    `penstock.transport.host_memory`).
+    interquartile ranges are recorded. Copies of the model run, so that the model itself, and
+    torch's random numbers, are left unchanged. From then on this process does not return freed
+    memory to the system (see `penstock.transport.host_memory`).
 
     Ranks that share a host slow each other down. Called on all of them with `together`, each
     measures some of the layers while the others measure theirs (`ps.launch`, torchrun).
