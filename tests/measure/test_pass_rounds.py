@@ -88,7 +88,7 @@ def test_a_rank_stays_busy_until_the_others_have_ended_and_counts_no_such_pass(e
     log = []
     series = series_of((2, 8), log)
     run_in_turn(series, 1, Company(log, extra))
-    assert passes_in(log) == [2, 8, "wait", 2, 8, *[2] * extra]
+    assert passes_in(log) == [2, 8, "wait", 2, 8, *[8] * extra]
     assert [len(entry.seconds) for entry in series] == [1, 1]
 
 

@@ -45,6 +45,35 @@ def test_layers_without_parameters_have_no_ratios():
 
 
 @pytest.mark.parametrize(
+    ("gradients", "zeros"),
+    [([1.0, 1.0, 1.0, 1.0], 0), ([0.0, 2.0, 0.0, 0.0], 3), ([0.0] * 4, 4), (None, 0)],
+)
+def test_optimizers_are_compared_with_as_many_zeros_as_a_backward_left(
+    monkeypatch, gradients, zeros
+):
+    """Adam's step takes twice as long on second moments of 0."""
+    seen = []
+
+    class Observed(torch.optim.SGD):
+        """Notes the gradients of its steps."""
+
+        def step(self, closure=None):
+            """Note them."""
+            seen.append([group["params"][0].grad.clone() for group in self.param_groups])
+            return super().step(closure)
+
+    monkeypatch.setattr(update, "_COMPARED", {"observed": lambda p: Observed(p, lr=0.0)})
+    layer = nn.Linear(4, 1, bias=False)
+    layer.weight.grad = None if gradients is None else torch.tensor([gradients])
+    measured = measure_update([layer], torch.device("cpu"))
+    assert set(measured.step_ratios) == {"observed"}
+    assert seen
+    for (gradient,) in seen:
+        assert int((gradient == 0).sum()) == zeros
+        assert gradient.numel() == 4
+
+
+@pytest.mark.parametrize(
     ("sizes", "sample"),
     [((3, 2, 3), [3, 2, 3]), ((30, 2, 3, 30), [8]), ((4, 4, 4, 4, 4), [4, 4]), ((5, 6), [5])],
 )

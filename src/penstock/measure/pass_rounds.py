@@ -90,6 +90,7 @@ def run_in_turn(
             done += 1
             if progress is not None:
                 progress(done, total, f"micro-batches of {entry.size}")
-    # Keep this rank busy while others still measure.
+    # Keep this rank busy while others still measure. The last passes leave the gradients of the
+    # largest size, of which `measure_update` counts the zeros.
     while not concurrent.all_done():
-        series[0].keep_busy()
+        series[-1].keep_busy()
