@@ -77,8 +77,8 @@ def least_sum_seconds(ranks: Sequence[int], gradient_bytes: float, cluster: Clus
 def sum_memory_copies(ranks: Sequence[int], cluster: Cluster) -> int:
     """Return how many copies of a stage's gradients each replica stores for their sum.
 
-    One in shared memory or in buckets (see `penstock.stage.gradients`). On several hosts three or
-    more replicas also store what they send and what they receive.
+    One in shared memory, or for two replicas in buckets (see `penstock.stage.gradients`). On several
+    hosts three or more replicas store what they send and what they receive.
 
     Args:
         ranks: of the stage's replicas.
@@ -87,7 +87,7 @@ def sum_memory_copies(ranks: Sequence[int], cluster: Cluster) -> int:
     if len(ranks) < 2 or any(cluster.devices[rank].kind != "cpu" for rank in ranks):
         return 0
     on_one_host = len(cluster.by_node(ranks)) == 1
-    return 1 if on_one_host or len(ranks) == 2 else 3
+    return 1 if on_one_host or len(ranks) == 2 else 2
 
 
 def sum_copies(schedule: Schedule, cluster: Cluster) -> list[int]:

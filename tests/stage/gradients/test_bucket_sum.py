@@ -74,7 +74,7 @@ def summed(position, operations, *, changes):
     buckets = BucketSum(
         0,
         collectives,
-        lambda memory, shapes: AllReduce(collectives, memory),
+        lambda layout: AllReduce(collectives, layout),
         lambda text, call: call(),
     )
     sent_before = []
