@@ -125,5 +125,7 @@ def test_copies_of_gradients_are_by_stage_and_none_in_waves():
     cpus = Cluster("c", (Device("c", 10**9, "cpu"),) * 4, 4, Link(0.0, 1.0), Link(0.0, 1.0))
     assert sum_copies(schedule("chimera", 4, 4), cpus) == [1] * 4
     assert sum_copies(schedule("1f1b", 4, 4), cpus) == [0] * 4
+    stream = schedule("pipedream", 2, 2, replicas=(2, 1))
+    assert sum_copies(stream, cpus) == [1, 0], "these add up gradients"
     waves = schedule("hetpipe", 2, 2)
     assert sum_copies(waves, cpus) == [0] * waves.stages

@@ -286,3 +286,14 @@ def test_an_update_has_a_cost_of_its_own_where_there_is_something_to_update():
         update_fixed_s=5.0,
     )
     assert update_seconds(bare, [1, 3]) == [0, 0]
+
+
+@pytest.mark.parametrize("ranks_per_host", [1, 2])
+def test_each_slice_is_a_message_with_the_bytes_of_a_slice(ranks_per_host):
+    """Fixed costs count per slice, bytes once: two of 100 bytes instead of one of 200."""
+    _, host_costs = costs(a_profile(), "cpu", "seq1f1b", ranks_per_host=ranks_per_host, slices=2)
+    flight_s = 0.5 + 100 / 1000 if ranks_per_host == 1 else 0.5
+    assert host_costs.transfer == (2 * flight_s,)
+    message_s = 100 * NETWORK_S_PER_BYTE if ranks_per_host == 1 else 0.5 + 100 / 1000
+    sent = [entry[0] if isinstance(entry, tuple) else entry for entry in host_costs.forward]
+    assert sent[0] == pytest.approx(4 + 2 * (SEND_S + message_s))
