@@ -62,11 +62,13 @@ def problem_of(costs, micro_batches, room):
 
 def random_problem(seed, placement=None, micro_batches=None, limited=True):
     """A problem with unlike stages, boundaries and limits; small whole numbers, some of them 0, so
-    that ties are frequent. It has four stages, or two or three.
+    that ties are frequent. It has two to four stages, or three on each of two ranks.
     """
     rng = np.random.default_rng(seed)
     placement = placement or str(rng.choice(list(PLACED)))
     stages = 4 if PLACED[placement] == 2 else int(rng.integers(2, 5))
+    stages += 2 * int(placement == "interleaved" and rng.random() < 0.5)
+    ranks = 2 if placement == "interleaved" else None
     input_grad, weight_grad = rng.integers(0, 6, stages), rng.integers(0, 5, stages)
     costs = Costs(
         forward=tuple(rng.integers(0, 6, stages).tolist()),
@@ -79,15 +81,15 @@ def random_problem(seed, placement=None, micro_batches=None, limited=True):
         activation_bytes=tuple(rng.integers(1, 4, stages).tolist()),
     )
     micro_batches = micro_batches or int(rng.integers(2, 6))
+    free = problem_of(costs, micro_batches, Constraints(placement, ranks=ranks))
     if not limited:
-        return problem_of(costs, micro_batches, Constraints(placement))
-    free = problem_of(costs, micro_batches, Constraints(placement))
+        return free
     limits = []
     for copies in free.copies_of_rank:
         sizes = [costs.activation_bytes[copy % stages] for copy in copies]
         need = sum(sizes) if len(free.routes) == 1 else max(sizes)
         limits.append(need + int(rng.integers(0, 2 * need + 1)))
-    return problem_of(costs, micro_batches, Constraints(placement, tuple(limits)))
+    return problem_of(costs, micro_batches, Constraints(placement, tuple(limits), ranks))
 
 
 def random_counts(problem, rng):

@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import numpy as np
-from tests.synthesis.requests import random_counts, random_encoding, random_problem, rows_of
+import pytest
+from tests.synthesis.requests import (
+    problem_of,
+    random_counts,
+    random_encoding,
+    random_problem,
+    rows_of,
+)
 
+from penstock.simulate.costs import Costs
 from penstock.synthesis.arrays import B, F, Spec, W, empty_encoding, make_workspace
 from penstock.synthesis.evaluate import evaluate, is_valid, send
+from penstock.synthesis.problem import Constraints
 
 
 class SlowTimes:
@@ -104,8 +113,9 @@ def test_times_are_those_of_a_slow_reference_and_a_deadlock_has_none():
     stuck = gaps = queues = 0
     for problem, spec, encoding in cases(150):
         work = make_workspace(spec)
-        for _ in range(2):  # the second time on a workspace that has been used
-            seconds = evaluate(spec, encoding, work)
+        # On a workspace that other programs have used.
+        evaluate(spec, random_encoding(problem, spec, np.random.default_rng(7), swaps=0.0), work)
+        seconds = evaluate(spec, encoding, work)
         slow = SlowTimes(problem, spec, rows_of(encoding))
         stuck += slow.is_stuck
         if slow.is_stuck:
@@ -155,7 +165,7 @@ def test_programs_are_valid_if_ops_of_a_copy_are_in_order_and_all_fits():
     for number, (problem, spec, encoding) in enumerate(cases(100)):
         rng = np.random.default_rng(number)
         work = make_workspace(spec)
-        work.done[:] = 7
+        work.done[:] = rng.integers(9, size=work.done.shape)
         for rank, row in enumerate(rows_of(encoding)):
             if number % 2:
                 i, j = rng.integers(len(row), size=2)
@@ -212,3 +222,24 @@ def test_a_middle_rank_updates_the_stage_of_both_its_copies_once():
         encoding.codes[rank, : len(row)] = row
         encoding.lengths[rank] = len(row)
     assert evaluate(spec, encoding, make_workspace(spec)) == 10.0
+
+
+@pytest.mark.parametrize(("gap", "late"), [(4.0, 2.0), (5.0, 0.0), (2.0, 3.0), (1.0, 5.0)])
+def test_several_updates_share_the_idle_time_before_a_message(gap, late):
+    """Rank 0 has stages 0, 2 and 4, whose updates take 1, 3 and 2 s; the gradient of stage 1 comes
+    after `gap` seconds, and updates that do not fit run at the end.
+    """
+    costs = Costs(
+        forward=(1.0,) * 6,
+        backward=(1.0, gap, 1.0, 0.0, 1.0, 1.0),
+        update=(1.0, 0.0, 3.0, 0.0, 2.0, 0.0),
+    )
+    problem = problem_of(costs, 1, Constraints("interleaved", ranks=2))
+    spec = problem.spec((1,))
+    encoding = empty_encoding(spec)
+    for rank, text in enumerate(["0F0 2F0 4F0 4B0 2B0 0B0", "1F0 3F0 5F0 5B0 3B0 1B0"]):
+        codes = [4 * int(op[0]) + {"F": F, "B": B}[op[1]] for op in text.split()]
+        encoding.codes[rank, : len(codes)] = codes
+        encoding.lengths[rank] = len(codes)
+    # Six forwards, four backwards of a second, the gap, and the update of stage 0.
+    assert evaluate(spec, encoding, make_workspace(spec)) == 10.0 + gap + 1.0 + late
