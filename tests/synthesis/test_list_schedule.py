@@ -146,13 +146,13 @@ class SlowList:
         return done
 
 
-def random_rule(spec, rng):
+def random_rule(problem, spec, rng):
     """Due times with ties, any patience, the limits as caps."""
     most = int(spec.counts.max())
     due = np.sort(rng.integers(0, 12, (len(spec.copies), 3, most)).astype(float), axis=2)
     whole = (rng.random((len(spec.copies), most)) < rng.choice([0.0, 0.5, 1.0])).astype(int)
     patience = float(rng.choice([0.0, 0.25, 0.5, 1.0]))
-    return Rule(due, np.array([patience]), spec.limit.copy(), whole)
+    return Rule(due, np.array([patience]), np.array(problem.limits), whole)
 
 
 @pytest.mark.parametrize("placement", ["linear", "interleaved", "v", "bidirectional"])
@@ -163,7 +163,11 @@ def test_programs_are_those_of_a_slow_reference(placement):
         rng = np.random.default_rng(seed)
         problem = random_problem(seed, placement, limited=seed % 5 > 0)
         spec = problem.spec(random_counts(problem, rng))
-        encoding, work, rule = empty_encoding(spec), make_workspace(spec), random_rule(spec, rng)
+        encoding, work, rule = (
+            empty_encoding(spec),
+            make_workspace(spec),
+            random_rule(problem, spec, rng),
+        )
         for _ in range(2):  # the second time on arrays that have been used
             seconds = list_schedule(spec, rule, encoding, work)
         slow = SlowList(problem, spec, rule)
@@ -188,5 +192,5 @@ def test_caps_below_one_micro_batch_make_no_program():
         spec = problem.spec(random_counts(problem, np.random.default_rng(1)))
         cap = np.full(problem.ranks, 100.0)
         cap[rank] = Shape.of(spec).need[rank] - 0.5
-        rule = random_rule(spec, np.random.default_rng(2))._replace(cap=cap)
+        rule = random_rule(problem, spec, np.random.default_rng(2))._replace(cap=cap)
         assert list_schedule(spec, rule, empty_encoding(spec), make_workspace(spec)) == -1.0
