@@ -60,7 +60,7 @@ def problem_of(costs, micro_batches, room):
     return problem_for(StageCosts.of(costs, len(costs.forward)), micro_batches, room)
 
 
-def random_problem(seed, placement=None, micro_batches=None, limited=True):
+def random_problem(seed, placement=None, micro_batches=None, limited=True, most_transfer=3):
     """A problem with unlike stages, boundaries and limits; small whole numbers, some of them 0, so
     that ties are frequent. It has two to four stages, or three on each of two ranks.
     """
@@ -76,8 +76,8 @@ def random_problem(seed, placement=None, micro_batches=None, limited=True):
         weight_grad=tuple(weight_grad.tolist()),
         backward=tuple((input_grad + weight_grad - rng.integers(0, 2)).clip(0).tolist()),
         update=tuple((rng.integers(0, 5, stages) * rng.integers(2)).tolist()),
-        transfer=tuple(rng.integers(0, 4, stages - 1).tolist()),
-        transfer_back=tuple(rng.integers(0, 4, stages - 1).tolist()),
+        transfer=tuple(rng.integers(0, most_transfer + 1, stages - 1).tolist()),
+        transfer_back=tuple(rng.integers(0, most_transfer + 1, stages - 1).tolist()),
         activation_bytes=tuple(rng.integers(1, 4, stages).tolist()),
     )
     micro_batches = micro_batches or int(rng.integers(2, 6))

@@ -29,6 +29,7 @@ from penstock.synthesis.problem import Constraints
 from penstock.synthesis.rules import (
     Rule,
     Shape,
+    _shifted_due,
     memory_caps,
     neighbour,
     rule_of_times,
@@ -305,3 +306,67 @@ def test_neighbours_stay_near_a_rule_and_leave_it_as_it_was():
     singles = {tuple(copy == one for copy in range(4)) for one in range(4)}
     assert suffixes | singles <= seen["copies"]
     assert {(True, False, False), (False, True, False), (False, False, True)} <= seen["kinds"]
+
+
+def slow_shift(due, pace, rng):
+    """The same random numbers, op by op."""
+    shifted = due.copy()
+    copies, _, turns = due.shape
+    spread = pace * 10 ** rng.uniform(-1.5, 0.8)
+    copy, kind, scope = rng.integers(copies), rng.integers(3), rng.integers(5)
+    if scope == 0:
+        shift, chance = rng.normal(0.0, spread, (copies, 3)), rng.random((copies, 3))
+        for c, k in np.ndindex(copies, 3):
+            for m in range(turns if chance[c, k] < 0.2 else 0):
+                shifted[c, k, m] += shift[c, k]
+    elif scope == 1:
+        shift = rng.normal(0.0, spread)
+        for c, m in np.ndindex(copies, turns):
+            shifted[c, kind, m] += shift
+    elif scope == 2:
+        by_kind = rng.random() < 0.5
+        shifts = rng.normal(0.0, spread, (3, 1))[:, 0] if by_kind else [rng.normal(0.0, spread)] * 3
+        for c, k, m in np.ndindex(due.shape):
+            shifted[c, k, m] += shifts[k] if c >= copy else 0.0
+    elif scope == 3:
+        shift, chance = rng.normal(0.0, spread, due.shape), rng.random(due.shape)
+        share = 10 ** rng.uniform(-2, -0.5)
+        for place in np.ndindex(due.shape):
+            shifted[place] += shift[place] if chance[place] < share else 0.0
+    else:
+        first = rng.integers(turns)
+        count, shift = rng.integers(1, 5), rng.normal(0.0, spread)
+        for m in range(first, min(first + count, turns)):
+            shifted[copy, kind, m] += shift
+    return shifted
+
+
+def test_due_times_are_shifted_for_copies_kinds_later_stages_ops_or_micro_batches():
+    """By up to some of the pace, and the original stays."""
+    for seed in range(150):
+        rng = np.random.default_rng(seed)
+        due = rng.random((4, 3, 6))
+        before = due.copy()
+        pace = float(rng.uniform(0.5, 9))
+        shape = Shape(np.zeros((4, 3)), np.zeros((4, 3)), pace, np.ones(2))
+        shifted = _shifted_due(due, shape, np.random.default_rng(seed + 1000))
+        expected = slow_shift(due, pace, np.random.default_rng(seed + 1000))
+        assert shifted == pytest.approx(expected, rel=1e-12)
+        assert np.array_equal(due, before)
+
+
+def test_stages_that_save_nothing_change_caps_by_the_largest_size_or_by_one():
+    """A step of 0 would change no cap."""
+    for memory, step in (((0.0, 2.0), 2.0), ((0.0, 0.0), 1.0)):
+        costs = Costs(forward=(1.0,) * 2, activation_bytes=memory)
+        spec = problem_of(costs, 4, Constraints("linear", 100)).spec((4,))
+        shape = Shape.of(spec)
+        rule = Rule(np.zeros((2, 3, 4)), np.zeros(1), np.full(2, 4.0), np.zeros((2, 4), np.int64))
+        steps = set()
+        for seed in range(200):
+            after = neighbour(rule, spec, shape, np.random.default_rng(seed))
+            most = [size * 4 for size in memory]
+            for rank in np.flatnonzero(after.cap != rule.cap):
+                steps.add((after.cap[rank] - min(4.0, most[rank])) / step)
+        assert {1.0, 2.0} <= steps
+        assert all(number == int(number) for number in steps)
