@@ -114,6 +114,10 @@ def one_at_a_time(problem):
         ("interleaved", 1, 2),
         ("bidirectional", 2, 2),
         ("bidirectional", 3, 3),
+        # Messages that wait for others of their link, and updates on both ranks of a stage.
+        ("v", 5, 3),
+        ("interleaved", 0, 2),
+        ("bidirectional", 6, 3),
     ],
 )
 def test_the_optimum_is_proved_from_programs_that_run_one_micro_batch_at_a_time(
@@ -122,7 +126,8 @@ def test_the_optimum_is_proved_from_programs_that_run_one_micro_batch_at_a_time(
     """Unlike stages, links, updates and limits; the model of the reference has no heads, no tails
     and no order of micro-batches.
     """
-    problem = random_problem(seed, placement, micro_batches)
+    most_transfer = 7 if seed % 2 else 3
+    problem = random_problem(seed, placement, micro_batches, most_transfer=most_transfer)
     bad = one_at_a_time(problem)
     costs = problem.costs.costs()
     makespan = simulate_schedule(bad, costs).makespan
@@ -164,3 +169,32 @@ def test_a_schedule_at_the_bound_and_a_time_that_is_up_need_no_model():
     proof = prove(problem, bad, makespan, time.monotonic() - 1)
     assert proof.schedule is None
     assert 0 < proof.lower_bound < makespan
+
+
+@pytest.mark.parametrize("limits", [(1, 3), (2, 1), (3, 2)])
+def test_limits_of_whole_micro_batches_are_those_of_a_sum(limits):
+    """Where all backwards are split, each forward waits for an earlier micro-batch's release."""
+    costs = Costs(forward=(1.0, 2.0), input_grad=(1.0, 1.0), weight_grad=(2.0, 1.0))
+    problem = problem_of(costs, 3, Constraints("linear", limits))
+    bad = one_at_a_time(problem)
+    makespan = simulate_schedule(bad, costs).makespan
+    proof = prove(problem, bad, makespan, time.monotonic() + 60)
+    assert proof.lower_bound == pytest.approx(optimum(problem))
+    for peak, limit in zip(held(proof.schedule or bad, costs), limits, strict=True):
+        assert peak <= limit
+
+
+@pytest.mark.parametrize("micro_batches", [2, 3])
+def test_stages_that_take_no_time_stay_within_their_limits(micro_batches):
+    """A micro-batch ends, and another one starts, at the same second: it had 6 bytes of 3."""
+    problem = random_problem(10, "bidirectional", micro_batches)
+    assert 0.0 in problem.costs.forward
+    bad = one_at_a_time(problem)
+    costs = problem.costs.costs()
+    makespan = simulate_schedule(bad, costs).makespan
+    proof = prove(problem, bad, makespan, time.monotonic() + 60)
+    verify(proof.schedule)
+    sizes = replace(costs, activation_bytes=problem.costs.memory)
+    for peak, limit in zip(held(proof.schedule, sizes), problem.limits, strict=True):
+        assert peak <= limit
+    assert proof.lower_bound <= simulate_schedule(proof.schedule, costs).makespan < makespan
