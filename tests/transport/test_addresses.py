@@ -171,6 +171,15 @@ def test_other_systems_have_the_loopback_interface_alone(environment):
     assert close_connections(1) == 0
 
 
+def test_an_address_of_another_host_is_refused_with_the_name_of_this_one(environment):
+    """And with the reason of the system."""
+    environment.setattr(addresses.socket, "gethostname", lambda: "h1")
+    with pytest.raises(
+        SettingError, match=r"^this host \(h1\) cannot listen on 203\.0\.113\.9: Cann"
+    ):
+        use_address("203.0.113.9")
+
+
 @linux
 def test_a_refused_address_leaves_the_one_before_in_use(environment):
     """What gloo cannot use is refused only where gloo is to find it by the address."""
@@ -244,6 +253,8 @@ def test_connections_to_a_port_are_shut_down_and_others_are_not():
         other = socket.create_connection(other_server.getsockname())
         pair = socket.socketpair()
         before = len(list(Path("/proc/self/fd").iterdir()))
+        for connection in (first, second):
+            connection.setblocking(False)
         assert close_connections(port) == 2
         assert len(list(Path("/proc/self/fd").iterdir())) == before
         assert (first.recv(1), second.recv(1)) == (b"", b"")

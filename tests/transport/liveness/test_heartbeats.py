@@ -9,6 +9,7 @@ import json
 import os
 import socket
 import threading
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
@@ -24,6 +25,13 @@ from penstock.transport.liveness.heartbeats import (
     _shared_secret,
     wait_for_keys,
 )
+
+
+def store_of():
+    """Return a store whose own waits end soon: no test needs one."""
+    store = HashStore()
+    store.set_timeout(timedelta(milliseconds=100))
+    return store
 
 
 class Clock:
@@ -127,7 +135,7 @@ def start(monkeypatch, clock):
     def start(*reports, rank=0, entries=None, port=5000):
         process = Process({"port": port}, *reports)
         monkeypatch.setattr(heartbeats, "_start_process", lambda *_: process)
-        store = HashStore()
+        store = store_of()
         store.set("heartbeat-secret", "00")
         entries = {1: entry("b")} if entries is None else entries
         for peer, text in entries.items():
@@ -421,7 +429,7 @@ def test_an_address_on_which_the_process_cannot_listen_is_an_error(start, monkey
 def test_the_secret_is_the_users_or_that_of_rank_0(monkeypatch, clock):
     """A drawn one has 32 bytes, and is the same on all ranks."""
     monkeypatch.setenv("PENSTOCK_SECRET", "é!")
-    store = HashStore()
+    store = store_of()
     assert bytes.fromhex(_shared_secret(store, 0, 200.0)).decode() == "é!"
     assert not store.check(["heartbeat-secret"])
     monkeypatch.delenv("PENSTOCK_SECRET")
@@ -429,12 +437,12 @@ def test_the_secret_is_the_users_or_that_of_rank_0(monkeypatch, clock):
     assert len(bytes.fromhex(secret)) == 32
     assert _shared_secret(store, 1, 200.0) == secret
     with pytest.raises(RunError, match="rank 0 did not join the run within 10 s"):
-        _shared_secret(HashStore(), 1, 110.0)
+        _shared_secret(store_of(), 1, 110.0)
 
 
 def test_keys_are_awaited_until_the_deadline_and_each_is_noted_once(clock):
     """Ranks that have come are not in the message."""
-    store, noted = HashStore(), []
+    store, noted = store_of(), []
     keys = {rank: f"key/{rank}" for rank in (2, 0, 1, 3)}
     store.set("key/0", "")
 
@@ -461,13 +469,13 @@ def test_waiting_ends_after_the_deadline_and_not_at_it(clock):
     looks = []
     siblings = SimpleNamespace(check=lambda missing: looks.append(list(missing)))
     with pytest.raises(RunError, match="within 0 s"):
-        wait_for_keys(HashStore(), {1: "k"}, clock.now_s, siblings)
+        wait_for_keys(store_of(), {1: "k"}, clock.now_s, siblings)
     assert looks == [[1]]
 
 
 def test_a_lost_sibling_is_told_to_the_ranks_of_other_hosts(clock):
     """They cannot see its process."""
-    store = HashStore()
+    store = store_of()
     text = "rank 3 has ended " + "x" * 600
 
     def lose(missing):
