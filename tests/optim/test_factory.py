@@ -65,13 +65,13 @@ def test_only_torchs_message_on_an_empty_list_means_a_stage_without_an_optimizer
     def fail(_):
         raise ValueError("a bad learning rate")
 
-    with pytest.raises(ValueError, match="^a bad learning rate$"):
+    with pytest.raises(ValueError, match=r"^a bad learning rate$"):
         make_optimizer(fail, held, "stage 1")
 
     def run_out(_):
         raise RuntimeError("empty parameter list")
 
-    with pytest.raises(RuntimeError, match="^empty parameter list$"):
+    with pytest.raises(RuntimeError, match=r"^empty parameter list$"):
         make_optimizer(run_out, held, "stage 1")
 
 
