@@ -279,6 +279,7 @@ def _candidates(plan: Plan) -> list[str]:
 
 
 def _replica_text(candidate: Candidate) -> str:
+    """Write the number of replicas, or those of every stage if they differ."""
     if isinstance(candidate.replicas, int):
         return str(candidate.replicas)
     return ",".join(map(str, candidate.replicas))
