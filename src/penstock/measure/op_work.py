@@ -126,6 +126,7 @@ def _convolution_backward(
 
 
 def _tensors(value: Any) -> list[Tensor]:
+    """Return the tensors of a nested value, in order."""
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 

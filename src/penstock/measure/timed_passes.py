@@ -99,6 +99,7 @@ def bytes_of(tensors: Sequence[Tensor]) -> int:
 
 
 def _tensors(value: Any) -> list[Tensor]:
+    """Return the tensors of a nested value, in order."""
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
@@ -181,6 +182,7 @@ class TimedPasses:
                 start = self._stopwatch.mark()
                 value = module(inputs)
                 spans.append((start, self._stopwatch.mark()))
+                # torch counts the changes in place of a tensor in `_version`.
                 self._changes_input[index] = any(copy._version for copy in copies)
                 outputs = _tensors(value)
                 # What leaves the layer is its output, not the loss.
