@@ -49,6 +49,7 @@ class Candidate:
         """Seconds per batch once all virtual workers are full: they take batches, or the
         micro-batches of a batch, in turn.
         """
+        # With fewer micro-batches in flight than stages, all stages but those wait in every turn.
         turns = -(-len(self.lengths) // self.in_flight)
         return self.micro_batches * self.slowest_s * turns / len(self.devices)
 
