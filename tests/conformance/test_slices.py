@@ -219,7 +219,7 @@ def test_gradients_equal_those_of_the_undivided_batch_to_float_tolerance(way, st
 
 
 @given(random_sliced_schedules("tokens"), st.sampled_from(RECOMPUTE), st.integers(1, 9))
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 def test_any_sound_program_over_slices_of_tokens_is_exact(schedule, recompute, samples):
     """Several stages on a rank in any order, backwards in two parts, every micro-batch cut its own
     way, batches that are too small.
