@@ -98,7 +98,12 @@ def _data_element(panels: Sequence[Timeline]) -> str:
 
 def viewer_script() -> str:
     """Return the script that starts all figures of a page that have their data in it."""
-    return files("penstock.draw").joinpath("viewer.js").read_text(encoding="utf-8")
+    return resource("viewer.js")
+
+
+def resource(name: str) -> str:
+    """Return the text of a file of `penstock.draw`: a style sheet or a script."""
+    return files("penstock.draw").joinpath(name).read_text(encoding="utf-8")
 
 
 def viewer_frame(

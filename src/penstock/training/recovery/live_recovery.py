@@ -158,10 +158,11 @@ class LiveRecovery:
             devices: of this host.
             may_restart: whether there may be another attempt after it that could use their state.
         """
-        copies = any(len(ranks) > 1 for ranks in plan.schedule.ranks_of_stage)
         in_processes = devices.executor(plan.ranks) == "processes"
         files_in_memory = hasattr(os, "memfd_create")
-        possible = plan.synchronous and copies and in_processes and files_in_memory
+        possible = (
+            plan.synchronous and plan.schedule.copies > 1 and in_processes and files_in_memory
+        )
         self.stages = plan.stages if may_restart and possible else 0
         self.problem = ""
 
