@@ -190,6 +190,7 @@ def time_ops(
                 arrived[op] = arrival
                 if not overlap:
                     done = arrival
+            # The ops of a pair are on one rank, which is free after the later of their ends.
             free[rank[op]] = max(free[rank[op]], done)
         position = group_end
 
