@@ -201,7 +201,6 @@ def train_on(
             callbacks,
             live,
         )
-        # A resumed run can be recovered from here on, before its first step has ended.
         live.commit(pipe.step)
         while not training.done(end):
             training.epoch(per_epoch, end)
