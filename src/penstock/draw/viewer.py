@@ -268,6 +268,7 @@ def _rank_shares(
 ) -> dict[str, str]:
     """Return per kind the share of each column's time: a digit of base 36, z for all of it."""
     spans = Spans.of(panel, rank)
+    # A timeline without ops has no length; its columns need one above 0.
     work, _ = column_shares(spans, kinds, _COLUMNS, seconds / _COLUMNS or 1.0)
     digits = np.frombuffer(b"0123456789abcdefghijklmnopqrstuvwxyz", np.uint8)
     texts = {}

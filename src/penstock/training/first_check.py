@@ -52,6 +52,7 @@ def _evaluate(comparison: Comparison, config: TrainConfig) -> tuple[str, str]:
     tolerance = _TOLERANCE if config.autocast is None else _MIXED_TOLERANCE
     whole = comparison.whole
     advice = "--no-self-check trains without this check"
+    # In this form, because NaN compares false.
     if not comparison.relative <= tolerance:
         return "", (
             "the self-check failed: on the first batch the pipeline differs from plain training on "

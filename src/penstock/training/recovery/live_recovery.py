@@ -310,6 +310,7 @@ def _join(ranks: Mapping[int, object], deliveries: Mapping[int, Delivery]) -> Ch
             raise FileError(delivery.error)
         indexes.append(delivery.index)
     sums = {name: row for index in indexes for name, row in index.sums.items()}
+    # Each index has the sums of its rank's files alone; with all of them they must be equal.
     first, *others = [replace(index, sums=sums) for index in indexes]
     if any(other != first for other in others) or sums.keys() != set(first.files):
         raise FileError("the ranks have handed over states that do not belong together")
