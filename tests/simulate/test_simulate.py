@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tests.schedule.custom_schedules import custom_schedules
 from tests.simulate.slow import Slow
 
+from penstock import compiled
 from penstock.errors import ScheduleError, SettingError
 from penstock.event import Event
 from penstock.schedule.catalogue import schedule
@@ -381,8 +382,9 @@ def test_messages_use_the_network_of_hosts_and_buffers_count_where_the_costs_say
 
 
 @pytest.mark.parametrize("links", ["shared", "half-duplex"])
-def test_a_schedule_is_simulated_again_with_the_same_times(links):
-    """What the loop over messages counts down is not what the schedule has cached."""
+def test_a_schedule_is_simulated_again_with_the_same_times(links, monkeypatch):
+    """What the compiled loop over messages counts down is not what the schedule has cached."""
+    monkeypatch.setattr(compiled, "is_worth_compiling", lambda *_: True)
     pipeline, costs = schedule("1f1b", 3, 4), Costs(1, 2, transfer=0.75, links=links)
     first = simulate_schedule(pipeline, costs)
     assert simulate_schedule(pipeline, costs).events == first.events

@@ -208,7 +208,7 @@ def test_vectors_that_differ_in_one_field_of_memory_have_their_own_peaks(policy,
 def test_vectors_of_unlike_networks_and_buffers_are_simulated_with_their_own(overlap):
     """Results stand in the order of the vectors, whichever are simulated together."""
     pipeline = schedule("1f1b", 3, 4)
-    costs = Costs((1, 2, 1), 2, transfer=1.5, activation_bytes=5.0, boundary_bytes=7.0)
+    costs = Costs((1, 2, 1), 2, transfer=6.0, activation_bytes=5.0, boundary_bytes=7.0)
     vectors = []
     for network in (None, Network((0, 1, 1), 0.25), Network((0, 1, 0))):
         for buffers in (True, False):
@@ -220,6 +220,7 @@ def test_vectors_of_unlike_networks_and_buffers_are_simulated_with_their_own(ove
         assert outcomes.makespan[number] == timeline.makespan
         assert tuple(outcomes.peak_memory[number]) == timeline.peak_memory
         assert outcomes.span_bubble_ratio[number] == pytest.approx(timeline.span_bubble_ratio)
+    assert not overlap or len(set(outcomes.makespan.tolist())) > 1
 
 
 @pytest.mark.parametrize("is_worth", [True, False])
