@@ -242,3 +242,23 @@ def test_the_lower_bound_of_a_search_is_the_average_rank_or_the_layers_that_must
         if count <= len(dearest):
             bounds.append(sum(dearest[count - k : count]))
     assert result.lower_bound == pytest.approx(min(max(bounds), result.bottleneck), abs=1e-12)
+
+
+def test_a_search_under_limits_finds_most_cuts_that_fit():
+    """Limits that all cuts but a few exceed; a search that counts bytes wrongly finds hardly any."""
+    solved = possible = 0
+    for seed in range(60):
+        rng = np.random.default_rng(seed)
+        layer_bytes = rng.integers(1, 9, 12)
+        options = {"fixed_bytes": layer_bytes, "limits": [layer_bytes.sum() / 3 + 4] * 3}
+        seconds = rng.integers(1, 9, 12)
+        exact = looped_with_bound(seconds, 3, 2, **options)
+        if exact is None:
+            continue
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(looped_with_bound.__globals__, "FEW_CUTS", 0)
+            result = looped_with_bound(seconds, 3, 2, **options)
+        possible += 1
+        solved += result is not None and result.bottleneck <= 1.1 * exact.bottleneck
+    assert possible >= 50
+    assert solved >= 0.8 * possible

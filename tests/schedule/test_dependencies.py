@@ -207,3 +207,13 @@ def test_a_deadlock_names_the_op_of_each_rank_and_counts_further_ranks():
         assert str(caught.value) == (
             f"mine deadlocks: it stops with {named}{more}; `verify` reports the cycle"
         )
+
+
+@pytest.mark.parametrize(
+    ("text", "producer"),
+    [("0F0 0B0\n1F1", "0F0"), ("0F0\n1F0 1B0", "1B0"), ("0F0\n1F0 1B0\n0B0", "1B0")],
+)
+def test_a_value_goes_to_the_rank_of_the_forward_of_its_stage(text, producer):
+    """A taker elsewhere has no activations there, and the link would lead to nobody."""
+    with pytest.raises(ScheduleError, match=f"no op takes the output of {producer} for stage"):
+        dependencies_of(Schedule.parse(text))

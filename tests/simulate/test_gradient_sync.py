@@ -7,14 +7,13 @@ from collections import Counter
 from itertools import combinations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from penstock.cluster.cluster import Cluster, Device, Link
 from penstock.schedule.catalogue import schedule
 from penstock.simulate.gradient_sync import (
     BOTH_WAYS,
     BOTH_WAYS_S_PER_BYTE,
+    COLLISIONS,
     SUM_S_PER_BYTE,
     all_reduce_seconds,
     in_buckets,
@@ -32,7 +31,7 @@ def random_cluster(seed: int, kind: str) -> Cluster:
     def link() -> Link:
         shared = rng.random() < 0.5
         cpu = rng.choice([None, 3e-9])
-        return Link(rng.choice([0.0, 0.5]), rng.choice([3.0, 7.0, 1e9]), "", shared, cpu)
+        return Link(rng.choice([0.0, 0.5]), rng.choice([3.0, 7.0, 1e9, 1e11]), "", shared, cpu)
 
     nodes = rng.randint(1, 3)
     node_of = [*range(nodes), *(rng.randrange(nodes) for _ in range(rng.randint(0, 4)))]
@@ -65,7 +64,9 @@ def slow_all_reduce(ranks, gradient_bytes, cluster) -> float:
         )
         link = cluster.between
         messages = sum(sent.values()) if link.shared else max(sent.values())
-        seconds.append(phases * link.transfer_seconds(messages * piece))
+        collides = len(sent) > 2 and not link.shared
+        factor = COLLISIONS if collides else 1.0
+        seconds.append(factor * phases * link.transfer_seconds(messages * piece))
         return max(seconds) + SUM_S_PER_BYTE * gradient_bytes
     rounds = 1 if count == 2 else 2 * (count - 1)
     node_sizes = Counter(cluster.node(rank) for rank in ranks)
@@ -81,18 +82,31 @@ def slow_all_reduce(ranks, gradient_bytes, cluster) -> float:
     return rounds * max(seconds)
 
 
-@given(st.integers(0, 2**32), st.sampled_from(["cpu", "gpu"]), st.data())
-def test_an_all_reduce_takes_as_long_as_its_messages_on_the_slowest_link(seed, kind, data):
+def close_to(seconds):
+    """Within rounding: some parts are a billionth of others."""
+    return pytest.approx(seconds, rel=1e-13, abs=0)
+
+
+@pytest.mark.parametrize("kind", ["cpu", "gpu"])
+@pytest.mark.parametrize("seed", range(0, 400, 100))
+def test_an_all_reduce_takes_as_long_as_its_messages_on_the_slowest_link(kind, seed):
     """Shared links carry the pieces of all ranks of a node; two replicas exchange all at once."""
-    cluster = random_cluster(seed, kind)
-    ranks = data.draw(st.permutations(range(cluster.ranks)))[: data.draw(st.integers(1, 6))]
+    for number in range(seed, seed + 100):
+        cluster = random_cluster(number, kind)
+        rng = random.Random(number)
+        ranks = rng.sample(range(cluster.ranks), rng.randint(1, min(6, cluster.ranks)))
+        check_all_reduce(ranks, cluster, kind)
+
+
+def check_all_reduce(ranks, cluster, kind):
+    """The figures of one all-reduce are those of its messages."""
     if len(ranks) == 1:
         assert all_reduce_seconds(ranks, 6e3, cluster) == 0.0
         assert least_sum_seconds(ranks, 6e3, cluster) == 0.0
         assert sum_memory_copies(ranks, cluster) == 0
         return
     expected = slow_all_reduce(ranks, 6e3, cluster)
-    assert all_reduce_seconds(ranks, 6e3, cluster) == pytest.approx(expected)
+    assert all_reduce_seconds(ranks, 6e3, cluster) == close_to(expected)
     crosses = len({cluster.node(rank) for rank in ranks}) > 1
     assert in_buckets(ranks, cluster) == (kind == "cpu" and crosses)
     least = least_sum_seconds(ranks, 6e3, cluster)
@@ -100,12 +114,12 @@ def test_an_all_reduce_takes_as_long_as_its_messages_on_the_slowest_link(seed, k
     sent = 6e3 if count == 2 else 2 * (count - 1) * 6e3 / count
     per_byte = cluster.between.cpu_s_per_byte
     if per_byte is not None:
-        assert processor_seconds(ranks, 6e3, cluster) == pytest.approx(2 * sent * per_byte)
+        assert processor_seconds(ranks, 6e3, cluster) == close_to(2 * sent * per_byte)
     if in_buckets(ranks, cluster):
         alone = processor_seconds(ranks, 6e3, cluster) + SUM_S_PER_BYTE * 6e3
-        assert least == pytest.approx(min(expected, alone))
+        assert least == close_to(min(expected, alone))
     else:
-        assert least == pytest.approx(expected)
+        assert least == close_to(expected)
     copies = 0 if kind == "gpu" else 2 if crosses and count > 2 else 1
     assert sum_memory_copies(ranks, cluster) == copies
 
@@ -116,7 +130,7 @@ def test_one_gpu_among_cpus_ends_buckets_and_copies_but_not_the_hosts_figures():
     mixed = Cluster("m", (cpu, gpu), 1, link, link)
     assert not in_buckets((0, 1), mixed)
     assert sum_memory_copies((0, 1), mixed) == 0
-    assert all_reduce_seconds((0, 1), 30.0, mixed) == pytest.approx(3.0 + 30 * SUM_S_PER_BYTE)
+    assert all_reduce_seconds((0, 1), 30.0, mixed) == close_to(3.0 + 30 * SUM_S_PER_BYTE)
     assert least_sum_seconds((0, 1), 30.0, mixed) == all_reduce_seconds((0, 1), 30.0, mixed)
 
 
@@ -125,5 +139,7 @@ def test_copies_of_gradients_are_by_stage_and_none_in_waves():
     cpus = Cluster("c", (Device("c", 10**9, "cpu"),) * 4, 4, Link(0.0, 1.0), Link(0.0, 1.0))
     assert sum_copies(schedule("chimera", 4, 4), cpus) == [1] * 4
     assert sum_copies(schedule("1f1b", 4, 4), cpus) == [0] * 4
+    stream = schedule("pipedream", 2, 2, replicas=(2, 1))
+    assert sum_copies(stream, cpus) == [1, 0], "these add up gradients"
     waves = schedule("hetpipe", 2, 2)
     assert sum_copies(waves, cpus) == [0] * waves.stages

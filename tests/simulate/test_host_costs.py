@@ -15,6 +15,7 @@ from penstock.schedule.op import Schedule
 from penstock.simulate.costs import Costs
 from penstock.simulate.host_costs import (
     NETWORK_S_PER_BYTE,
+    NETWORK_SEND_S,
     RECEIVE_S,
     SEND_S,
 )
@@ -101,7 +102,7 @@ def test_a_rank_of_a_cpu_hands_messages_over_itself():
 def test_between_hosts_a_message_moves_beside_the_ops():
     """The rank pays for its part of the work alone, and the card has the message."""
     _, stage_costs = costs(a_profile(), "cpu", ranks_per_host=1)
-    send_s = SEND_S + 200 * NETWORK_S_PER_BYTE
+    send_s = SEND_S + NETWORK_SEND_S + 200 * NETWORK_S_PER_BYTE
     receive_s = RECEIVE_S + 200 * NETWORK_S_PER_BYTE
     assert stage_costs.forward == pytest.approx((4 + send_s, 4 + receive_s))
     assert stage_costs.backward == pytest.approx((12 + receive_s, 12 + send_s))
@@ -110,12 +111,13 @@ def test_between_hosts_a_message_moves_beside_the_ops():
 
 
 def test_measured_cpu_times_of_a_link_replace_the_constants():
-    """Per byte as measured; per message no less than Penstock's own bookkeeping."""
-    for per_message, expected_s in ((2 * SEND_S, 2 * SEND_S), (SEND_S / 2, SEND_S)):
+    """Per byte on both ranks; per message on the sender, beside Penstock's own bookkeeping."""
+    for per_message in (0.0, 0.5):
         link = replace(LINK, cpu_s_per_byte=1e-3, cpu_s_per_message=per_message)
         _, stage_costs = costs(a_profile(), "cpu", ranks_per_host=1, link=link)
-        cpu_s = expected_s + 200 * 1e-3
-        assert stage_costs.forward == pytest.approx((4 + cpu_s, 4 + cpu_s))
+        send_s = SEND_S + per_message + 200 * 1e-3
+        receive_s = RECEIVE_S + 200 * 1e-3
+        assert stage_costs.forward == pytest.approx((4 + send_s, 4 + receive_s))
 
 
 @pytest.mark.parametrize(
@@ -171,7 +173,7 @@ def test_a_boundary_inside_hosts_and_between_them_has_costs_by_micro_batch():
     ]
     assert found.transfer == (tuple(0.5 if within else MESSAGE_S for within in inside),)
     hand_over_s = SEND_S + MESSAGE_S
-    network_s = SEND_S + 200 * NETWORK_S_PER_BYTE
+    network_s = SEND_S + NETWORK_SEND_S + 200 * NETWORK_S_PER_BYTE
     sends = [hand_over_s if within else network_s for within in inside]
     assert found.forward[0] == pytest.approx(tuple(4 + second for second in sends))
 
@@ -286,3 +288,83 @@ def test_an_update_has_a_cost_of_its_own_where_there_is_something_to_update():
         update_fixed_s=5.0,
     )
     assert update_seconds(bare, [1, 3]) == [0, 0]
+
+
+@pytest.mark.parametrize("ranks_per_host", [1, 2])
+def test_each_slice_is_a_message_with_the_bytes_of_a_slice(ranks_per_host):
+    """Fixed costs count per slice, bytes once: two of 100 bytes instead of one of 200."""
+    _, host_costs = costs(a_profile(), "cpu", "seq1f1b", ranks_per_host=ranks_per_host, slices=2)
+    flight_s = 0.5 + 100 / 1000 if ranks_per_host == 1 else 0.5
+    assert host_costs.transfer == (2 * flight_s,)
+    message_s = 100 * NETWORK_S_PER_BYTE if ranks_per_host == 1 else 0.5 + 100 / 1000
+    sent = [entry[0] if isinstance(entry, tuple) else entry for entry in host_costs.forward]
+    assert sent[0] == pytest.approx(4 + 2 * (SEND_S + message_s))
+
+
+def test_devices_that_the_schedule_does_not_use_do_not_count():
+    """A GPU on a further rank leaves the others to hand over their messages themselves."""
+    case_schedule = schedule("1f1b", 2, 4)
+    devices = (*(Device("c", 10**9, "cpu"),) * 2, Device("g", 10**9, "gpu"))
+    on = Cluster("c", devices, 3, LINK, LINK)
+    stage_costs = schedule_costs(
+        case_schedule, [a_profile()] * 2, [2, 2], on, 8, weight_rule("flush")
+    )
+    assert stage_costs.forward == pytest.approx((4 + SEND_S + MESSAGE_S, 4 + RECEIVE_S))
+
+
+def test_halves_of_a_backward_have_the_work_that_they_run_with():
+    """I sends and receives; W adds up gradients, a whole backward does both."""
+    _, stage_costs = costs(a_profile(accumulate_s_per_byte=0.1), "cpu", "zb-h1")
+    sums_s = 0.75 * 20 * 0.1
+    hand_over_s = SEND_S + MESSAGE_S
+    assert stage_costs.input_grad == pytest.approx((RECEIVE_S, 4 + hand_over_s))
+    assert stage_costs.weight_grad == pytest.approx((12 + sums_s, 8 + sums_s))
+    assert stage_costs.backward == pytest.approx(
+        (12 + sums_s + RECEIVE_S, 12 + sums_s + hand_over_s)
+    )
+
+
+@pytest.mark.parametrize("batches", [8, 12])
+def test_every_batch_of_a_stream_has_a_first_micro_batch_on_every_replica(batches):
+    """Of eight micro-batches in a batch, two replicas of stage 0 write two, one of stage 1 one."""
+    case_schedule = schedule("pipedream", 2, 8, replicas=(2, 1), batches=batches)
+    devices = (Device("g", 10**9, "gpu"),) * 3
+    on = Cluster("c", devices, 3, LINK, LINK)
+    profiles = [replace(a_profile(), accumulate_s_per_byte=seconds) for seconds in (0.1, 0.2, 0.4)]
+    stage_costs = schedule_costs(case_schedule, profiles, [2, 2], on, 16, weight_rule("stash"))
+    slower = max(
+        0.1 if rank == 0 else 0.2 if rank == 1 else 0.4 for rank in case_schedule.ranks_of_stage[0]
+    )
+    other = max((0.1, 0.2, 0.4)[rank] for rank in case_schedule.ranks_of_stage[1])
+
+    def mean(entry):
+        """The mean over micro-batches, where replicas are on unlike devices."""
+        return sum(entry) / len(entry) if isinstance(entry, (tuple, list)) else entry
+
+    expected = (12 + 6 / 8 * 20 * slower, 12 + 7 / 8 * 20 * other)
+    assert tuple(map(mean, stage_costs.backward)) == pytest.approx(expected)
+
+
+def test_a_medium_that_all_share_is_no_network_of_cards():
+    """Where the link between hosts is shared, messages wait for each other there."""
+    link = Link(0.5, 1000.0, "", True)
+    _, stage_costs = costs(a_profile(), "cpu", ranks_per_host=1, link=link)
+    assert stage_costs.links == "shared"
+    assert stage_costs.network is None
+
+
+def test_slices_of_pipelines_inside_hosts_and_between_them_are_messages_of_their_own():
+    """Two pipelines of two stages on three hosts, micro-batches in two slices."""
+    case_schedule = schedule("seq1f1b", 2, 4, slices=2, replicas=2)
+    on = Cluster("c", (Device("d", 10**9, "cpu"),) * 4, 2, LINK, LINK, node_of=(0, 0, 1, 2))
+    stage_costs = schedule_costs(
+        case_schedule, [a_profile()] * 4, [2, 2], on, 8, weight_rule("flush")
+    )
+    for number, first in enumerate(case_schedule.slicing.first_of):
+        pair = [case_schedule.placement[stage, first] for stage in range(2)]
+        is_inside = len({(0, 0, 1, 2)[rank] for rank in pair}) == 1
+        slice_s = 0.5 + 100 / 1000 if is_inside else 100 * NETWORK_S_PER_BYTE
+        receive_s = 0.0 if is_inside else 100 * NETWORK_S_PER_BYTE
+        forward = [entry[number] for entry in stage_costs.forward]
+        assert forward[0] == pytest.approx(4 + 2 * (SEND_S + slice_s))
+        assert forward[1] == pytest.approx(4 + 2 * (RECEIVE_S + receive_s))

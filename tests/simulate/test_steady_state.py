@@ -1,5 +1,8 @@
 """The time of a stream's batch between filling and draining."""
 
+from collections import defaultdict
+from itertools import pairwise
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -8,6 +11,7 @@ from penstock.errors import ScheduleError
 from penstock.schedule.catalogue import schedule, schedules
 from penstock.schedule.op import Kind, Schedule
 from penstock.schedule.streaming.period import with_batch_count
+from penstock.simulate import steady_state as module
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import simulate_schedule
 from penstock.simulate.steady_state import steady
@@ -208,3 +212,65 @@ def test_the_mean_is_over_whole_periods():
     result = steady(stream, Costs(forward=forward, backward=backward))
     assert result.batches == 4
     assert result.seconds_per_batch == (3 * 4 + 3 * 5) / 4
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("slowest", [0, 2])
+def test_the_timeline_is_that_of_batches_amid_a_long_stream(overlap, slowest):
+    """Ops and messages of as many batches, which neither its start nor its end affects, counted
+    from the first of them.
+    """
+    seconds = [3.0 if stage == slowest else 1.0 for stage in range(3)]
+    costs = Costs(
+        forward=seconds, backward=[2 * s for s in seconds], transfer=(0.75, 0.5), update=0.25
+    )
+    stream = schedule("pipedream", 3, 2)
+    result = steady(stream, costs, overlap=overlap)
+    long = simulate_schedule(with_batch_count(stream, 60), costs, overlap=overlap)
+    first, count = 30, result.batches
+    entries = defaultdict(list)
+    for event in long.events:
+        number, kind = event.op.micro_batch, event.op.kind
+        batch = number - 1 if kind is Kind.U else number // 2
+        if first <= batch < first + count:
+            name = (kind, event.op.stage, number - first * (1 if kind is Kind.U else 2))
+            entries[name, event.to_rank].append((event.start, event.end))
+    origin = min(start for spans in entries.values() for start, _ in spans)
+    expected = sorted(
+        (end - origin, start - origin, str(name[0]), name[1], str(to_rank))
+        for (name, to_rank), spans in entries.items()
+        for start, end in spans
+    )
+    spans = sorted(
+        (event.end, event.start, str(event.op.kind), event.op.stage, str(event.to_rank))
+        for event in result.timeline.events
+    )
+    assert len(spans) == len(expected)
+    for span, other in zip(spans, expected, strict=True):
+        assert span[2:] == other[2:]
+        assert span[:2] == pytest.approx(other[:2])
+    period = [e.end for e in long.compute if e.op.kind is Kind.B and e.op.stage == 0]
+    pace = (sorted(period)[2 * 40] - sorted(period)[2 * 20]) / 20
+    assert result.seconds_per_batch == pytest.approx(pace)
+    work = sum(event.end - event.start for event in result.timeline.compute)
+    assert result.bubble_ratio == pytest.approx(1 - work / (3 * count * pace))
+
+
+def test_no_stretch_has_more_ops_than_the_limit(monkeypatch):
+    """Lengths double as long as the next is within it."""
+    lengths = []
+
+    def log(stretch, costs, **options):
+        lengths.append(len(stretch.ops))
+        return simulate_schedule(stretch, costs, **options)
+
+    monkeypatch.setattr(module, "simulate_schedule", log)
+    # As if no ends were ever periodic.
+    monkeypatch.setattr(module._SimulatedStream, "periodic", lambda _: None)
+    for limit in (3000, 5000):
+        monkeypatch.setattr(module, "_MOST_OPS", limit)
+        lengths.clear()
+        steady(schedule("pipedream", 8, 1), Costs())
+        assert lengths[-1] <= limit
+        assert 2 * lengths[-1] > limit
+        assert all(later == 2 * length for length, later in pairwise(lengths))

@@ -18,7 +18,9 @@ from itertools import combinations, pairwise, product
 from typing import Any, NamedTuple
 
 from penstock.errors import MissingExtra
+from penstock.schedule.dependencies import dependencies_of
 from penstock.schedule.op import Kind, Op, Schedule
+from penstock.schedule.rules import ACTIVATION_CHANGE
 from penstock.simulate.simulate import simulate_schedule
 from penstock.synthesis.bound import RouteBounds, seconds_of
 from penstock.synthesis.problem import Problem, StageCosts
@@ -373,11 +375,13 @@ class _Model:
         bound = max(least, math.ceil(solver.best_objective_bound - 1e-6))
         if status not in (self.cp.OPTIMAL, self.cp.FEASIBLE):
             return None, bound
-        return (self._schedule(solver), round(solver.objective_value)), bound
+        schedule = self._schedule(solver)
+        return None if schedule is None else (schedule, round(solver.objective_value)), bound
 
-    def _schedule(self, solver: Any) -> Schedule:
+    def _schedule(self, solver: Any) -> Schedule | None:
         """Return the schedule of a solution: ops by their start times. Of ops with the same start,
-        those that take no time come first, in the order of their dependencies.
+        those that take no time come first: in the order of their dependencies, or backwards before
+        forwards if only then all fits. None if neither order has programs that end and fit.
         """
         p = self.problem
         # Per rank: start, end, micro-batch, order of dependencies, op.
@@ -392,10 +396,34 @@ class _Model:
             end = begin + int(p.costs.update[s])
             for rank in {stage_ranks[s] for stage_ranks in p.routes}:
                 rows[rank].append((begin, end, p.micro_batches + s, 0, Op(Kind.U, s, 1)))
-        programs = []
-        for program in rows:
-            programs.append(tuple(op for *_, op in sorted(program, key=lambda entry: entry[:4])))
-        return Schedule(tuple(programs), "synthesised")
+        # In the model a micro-batch that ends at a second leaves its memory to one that starts then.
+        for forwards_last in (False, True):
+            programs = []
+            for program in rows:
+                program.sort(
+                    key=lambda row: (
+                        *row[:2],
+                        forwards_last and row[4].kind is Kind.F,
+                        *row[2:4],
+                    )
+                )
+                programs.append(tuple(op for *_, op in program))
+            schedule = Schedule(tuple(programs), "synthesised")
+            if self._fits(schedule) and not len(dependencies_of(schedule).blocked):
+                return schedule
+        return None
+
+    def _fits(self, schedule: Schedule) -> bool:
+        """Return whether every rank stays within its memory limit."""
+        memory = self.problem.costs.memory
+        for program, limit in zip(schedule.programs, self.problem.limits, strict=True):
+            held = 0.0
+            for op in program:
+                held += ACTIVATION_CHANGE[op.kind] * memory[op.stage]
+                # Sums of bytes that are no whole numbers drift by the rounding of floats.
+                if held > limit * (1 + 1e-12):
+                    return False
+        return True
 
     def _ops(
         self, solver: Any, micro_batch: _MicroBatch

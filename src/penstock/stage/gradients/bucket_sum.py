@@ -141,6 +141,17 @@ class BucketSum:
         if self._flags_work is None:
             self._send_all(parameters)
 
+    def poll(self) -> None:
+        """Start the second round of buckets whose first one has ended, in order, without
+        waiting.
+        """
+        for bucket in self._buckets:
+            if bucket.rounds == 2:
+                continue
+            if bucket.work is None or not self._collectives.is_completed(bucket.work):
+                return
+            self._advance(bucket)
+
     def finish(self, parameters: Sequence[nn.Parameter]) -> tuple[list[int], list[Tensor]]:
         """Wait for the sums.
 
@@ -205,7 +216,7 @@ class BucketSum:
         while self._next_bucket < len(self._buckets) and self._missing[self._next_bucket] <= 0:
             self._send(self._buckets[self._next_bucket])
             self._next_bucket += 1
-        self._poll()
+        self.poll()
 
     def _send(self, bucket: Bucket) -> None:
         """Start the first round of a bucket."""
@@ -225,17 +236,6 @@ class BucketSum:
         stale = [bucket.is_stale() for bucket in self._buckets]
         self._flags = torch.cat([has_grad, torch.tensor(stale, dtype=torch.uint8)]).int()
         self._flags_work = self._collectives.all_reduce(self._flags)
-
-    def _poll(self) -> None:
-        """Start the second round of buckets whose first one has ended, in order, without
-        waiting.
-        """
-        for bucket in self._buckets:
-            if bucket.rounds == 2:
-                continue
-            if bucket.work is None or not self._collectives.is_completed(bucket.work):
-                return
-            self._advance(bucket)
 
     def _advance(self, bucket: Bucket) -> None:
         """Start the second round of a bucket, after its first one."""
