@@ -41,7 +41,7 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
     if job["system"] == "profile":
         return measure(job, workload)
     inputs, targets = workload.batch()
-    if job["system"] == "1f1b-in-turn":
+    if job["system"] == "in-turn":
         return in_turn(job, workload, inputs, targets)
     systems = {"fsdp2": fsdp2, "torch-1f1b": torch_1f1b}
     make = penstock if "plan" in job else systems.get(job["system"], ddp)
@@ -168,9 +168,10 @@ def measure(job: dict[str, Any], workload: Any) -> dict[str, Any]:
 
 
 def in_turn(job: dict[str, Any], workload: Any, inputs: Any, targets: Any) -> dict[str, Any]:
-    """Train with torch's 1F1B and with Penstock's in turn, step by step, in one job."""
+    """Train with a system of torch and with Penstock in turn, step by step, in one job."""
+    torch_systems = {"torch-1f1b": torch_1f1b, "ddp": ddp}
     steps = {}
-    for name, make in (("torch", torch_1f1b), ("penstock", penstock)):
+    for name, make in (("torch", torch_systems[job["torch"]]), ("penstock", penstock)):
         torch.manual_seed(0)
         steps[name] = make(job, workload)
     seconds: dict[str, list[float]] = {name: [] for name in steps}

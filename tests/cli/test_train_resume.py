@@ -13,6 +13,7 @@ import torch
 import yaml
 from safetensors import safe_open
 
+from penstock.checkpoint.folder_lock import FolderLock
 from penstock.checkpoint.weight_files import load_weights
 from penstock.training.rank import profile_rank
 from penstock.training.resume import resume_settings
@@ -237,6 +238,11 @@ def test_the_weights_of_a_run_are_exported(penstock, folder, tmp_path):
 def test_another_number_of_ranks_is_asked_for_in_the_folder_of_a_run(penstock, folder, tmp_path):
     """A run that trains looks for the request twice a second."""
     ran = penstock("resize", folder, 3)
+    assert (ran.status, "no run is training in" in ran.err) == (2, True), "it has ended"
+    assert f"`penstock train --resume {folder} --ranks 3`" in ran.err
+    assert not (folder / "resize.json").exists()
+    with FolderLock(folder):
+        ran = penstock("resize", folder, 3)
     assert ran.out == f"{folder} goes on with 3 ranks after its next checkpoint\n"
     assert json.loads((folder / "resize.json").read_text()) == {"ranks": 3}
     ran = penstock("resize", folder, 0)

@@ -123,3 +123,27 @@ def test_a_share_of_the_bytes_is_moved(share):
     assert share * sum(sizes) - max(sizes) <= sum(copied) <= share * sum(sizes)
     assert copied
     assert all(map(torch.equal, actual, expected))
+
+
+@pytest.mark.parametrize(
+    ("share", "moved"),
+    [(1.0, [0, 1, 2, 3, 4, 5]), (0.5, [1, 3, 5]), (1 / 3, [2, 5]), (2 / 3, [1, 2, 4, 5])],
+)
+def test_the_share_is_met_exactly_and_spread_evenly(monkeypatch, share, moved):
+    """Of equal tensors: all of them, every second or third one; so much that nothing is left over."""
+    places = []
+    memory = torch.zeros(6, 32768)
+    original = offload._Offloaded.__init__
+
+    def note(self, tensor):
+        """Note the number of a tensor that is moved."""
+        places.append(round((tensor.data_ptr() - memory.data_ptr()) / memory[0].nbytes))
+        original(self, tensor)
+
+    monkeypatch.setattr(offload._Offloaded, "__init__", note)
+    weight = torch.ones(32768, requires_grad=True)
+    with offloading(frozenset({weight.untyped_storage().data_ptr()}), lambda _: True, share):
+        products = [weight * row for row in memory]
+    assert places == moved
+    sum(product.sum() for product in products).backward()
+    assert not weight.grad.any()

@@ -490,7 +490,7 @@ def test_loss_weight_and_a_count_must_agree():
 def test_a_weight_that_is_not_a_number_is_refused(weight):
     """The message has the returned value."""
     pipe = pipeline(model(), cross_entropy, loss_weight=weight)
-    with pytest.raises(StageFailed, match="loss_weight must return one number of 0 or more"):
+    with pytest.raises(StageFailed, match="loss_weight must return one finite number of 0 or more"):
         pipe.train_batch(*batch())
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from penstock.measure import busy_messages
-from penstock.measure.busy_messages import busy_seconds_per_byte, lost_seconds
+from penstock.measure.busy_messages import busy_seconds_per_byte, lost_seconds, send_seconds
 
 
 class DoneWork:
@@ -84,3 +84,29 @@ def test_a_window_has_what_the_link_carries(monkeypatch, bandwidth, messages, si
     _, log, _ = measured(monkeypatch, 0, [1.0] * 12, bandwidth)
     assert log.index("compute", 3) - 3 == messages
     assert log[3] == ("send", 1, size)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_send_is_timed_after_computing_with_its_receive_posted(monkeypatch, rank):
+    """Ranks take turns; the median of the rank's own sends counts, without the computing."""
+    wires, clock = CountedWires(), [0.0]
+    durations = iter([5.0, 1.0, 3.0] * 5)
+
+    def send(tensor, peer):
+        wires.log.append("send")
+        clock[0] += next(durations)
+        return DoneWork()
+
+    def compute(window_s):
+        wires.log.append("compute")
+        clock[0] += 100
+
+    wires.send = send
+    wires.receive = lambda tensor, peer: wires.log.append("receive") or DoneWork()
+    monkeypatch.setattr(dist, "get_rank", lambda: rank)
+    monkeypatch.setattr(busy_messages, "_products_per_s", compute)
+    monkeypatch.setattr(busy_messages.time, "perf_counter", lambda: clock[0])
+    assert send_seconds(1 - rank, wires) == 3.0
+    turns = [["meet", "compute", "send"], ["meet", "receive", "compute"]]
+    first, second = turns if rank == 0 else turns[::-1]
+    assert wires.log == [*first, *second] * 15

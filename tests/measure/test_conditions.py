@@ -7,6 +7,7 @@ import pytest
 from penstock.measure import conditions as measuring
 from penstock.measure.conditions import ConditionsMeter
 from penstock.profile.conditions import RankConditions, combine_conditions
+from penstock.transport.hosts import Host
 
 #: The files of a host of two cores at two moments, one second apart.
 BEFORE = {
@@ -57,6 +58,14 @@ def test_all_conditions_follow_from_two_readings(host):
     assert seen.swap_bytes_per_s == pytest.approx(25 * 4096)
     assert seen.quota_throttled == pytest.approx(0.3)
     assert seen.heat_throttles_per_s is None
+
+
+def test_a_host_is_told_apart_by_its_kernel_and_network(host, monkeypatch):
+    """Containers of one name are hosts to training; its profile counts them in the same way."""
+    monkeypatch.setattr(measuring, "this_host", lambda: Host("name", "name kernel net:[7]"))
+    meter = ConditionsMeter()
+    host["time"] = 1.0
+    assert meter.conditions().host == "name kernel net:[7]"
 
 
 def test_a_host_that_reports_nothing_has_no_conditions(host):

@@ -40,8 +40,9 @@ def test_a_link_of_long_latency_has_its_bandwidth(monkeypatch):
         return 3e-9
 
     monkeypatch.setattr(host_links, "busy_seconds_per_byte", busy_seconds)
+    monkeypatch.setattr(host_links, "send_seconds", lambda peer, wires: 2e-4)
     times = host_links._time_pair(1, None)
-    assert times.busy_s_per_byte == 3e-9
+    assert (times.busy_s_per_byte, times.send_s) == (3e-9, 2e-4)
     assert bandwidths == [pytest.approx(12.5e6, rel=1e-6)]
     assert times.sizes == (64, 2**14, 2**17, 2**20, 2**22), "the last takes 0.34 s longer"
     link = link_of(times)
@@ -49,11 +50,11 @@ def test_a_link_of_long_latency_has_its_bandwidth(monkeypatch):
     assert link.bandwidth_bytes_per_s == pytest.approx(12.5e6, rel=1e-6)
 
 
-def test_the_cpu_time_of_messages_is_that_of_the_shortest_one_and_more_per_byte():
-    """Times that were not measured stay unknown, and noise does not make them negative."""
+def test_the_cpu_time_of_bytes_is_what_a_longer_message_takes_more():
+    """That of a message is that of a send after computing. Times that were not measured stay unknown, and noise does not make them negative."""
     sizes, seconds = (64, 64 + 10**6), (1e-4, 2e-3)
-    link = link_of(Times(sizes, seconds, cpu_s=(5e-5, 4.5e-4)))
-    assert link.cpu_s_per_message == 5e-5
+    link = link_of(Times(sizes, seconds, cpu_s=(5e-5, 4.5e-4), send_s=2e-4))
+    assert link.cpu_s_per_message == 2e-4
     assert link.cpu_s_per_byte == pytest.approx(4e-10)
     assert link_of(Times(sizes, seconds)).cpu_s_per_byte is None
     assert link_of(Times(sizes, seconds, cpu_s=(5e-5, 4e-5))).cpu_s_per_byte == 0

@@ -87,3 +87,9 @@ def test_a_step_that_set_data_anew_is_taken_back_into_the_old_memory():
     take([weight], [place])
     assert place.tolist() == [1, 1, 1]
     assert weight.data_ptr() == place.data_ptr()
+
+
+def test_parameters_without_memory_are_blocks_of_their_own():
+    """They have a common address, 0, and no common memory."""
+    layout = Layout([nn.Parameter(torch.empty(0)), nn.Parameter(torch.empty(0, 3))])
+    assert layout.groups == [[0], [1]]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -65,3 +67,16 @@ def test_several_sets_of_tensors_share_the_room():
         adder.add(key, changed, (numerators, squares), 1, 1)
         assert all(torch.allclose(a, b) for a, b in zip(changed, expected, strict=True))
     assert adder.held_bytes() == 8 * 81
+
+
+@pytest.mark.parametrize("limit", [1, 4, 6, 12])
+def test_rounds_are_filled_to_the_last_element(monkeypatch, limit):
+    """A round more would be a pass more over the kernels' start-up."""
+    monkeypatch.setattr(ratio, "_CPU_ELEMENTS", limit)
+    squares = tensors(0, [(2,), (4,), (6,), (3,)])
+    rounds = Ratio()._cut(squares)
+    size = max(limit, 1)
+    for pieces, following in itertools.pairwise(rounds):
+        elements = [sum(scratch.numel() for *_, scratch in pieces)]
+        assert elements[0] <= size
+        assert elements[0] + following[0][2].numel() > size

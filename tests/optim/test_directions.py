@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from penstock.errors import RunError
-from penstock.optim.directions import AdamDirection
+from penstock.optim.directions import AdamDirection, RmspropDirection, SgdDirection
 from penstock.weights.rule_types import Reads
 
 
@@ -41,3 +41,85 @@ def test_a_backward_whose_version_is_gone_is_refused(lab):
     )
     with pytest.raises(RunError, match=message):
         lab.play(module, weights, line.ops, lab.vectors, lab.squares)
+
+
+def with_gradients(*parameters, seed):
+    """Give parameters gradients by the seed; None stands for one without."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in parameters:
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+
+
+@pytest.mark.parametrize("maximize", [False, True])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.3])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_one_update_of_sgd_ahead_is_the_last_step_again(maximize, weight_decay, momentum):
+    """Of several groups, each with its own options; the gradient is that of the last step alone."""
+    torch.manual_seed(0)
+    held = [nn.Parameter(torch.randn(n + 1)) for n in range(3)]
+    groups = [{"params": held[:1], "lr": 0.5}, {"params": held[:0:-1]}]
+    optimizer = torch.optim.SGD(
+        groups, lr=0.1, maximize=maximize, weight_decay=weight_decay, momentum=momentum
+    )
+    direction = SgdDirection(optimizer, held)
+    for step in range(3):
+        with_gradients(*held, seed=step)
+        if step == 2:
+            held[1].grad = None
+        before = [parameter.detach().clone() for parameter in held]
+        direction.remember()
+        optimizer.step()
+        moved = [weights.clone() for weights in before]
+        direction.move(moved, 1)
+        for place, (weights, parameter) in enumerate(zip(moved, held, strict=True)):
+            if place == 1 and step == 2 and momentum:
+                continue  # its buffer is that of the step before
+            torch.testing.assert_close(weights, parameter.detach())
+    again = SgdDirection(optimizer, held)
+    again.load_state(direction.state())
+    first, second = [torch.zeros(n + 1) for n in range(3)], [torch.zeros(n + 1) for n in range(3)]
+    direction.move(first, 2.5)
+    again.move(second, 2.5)
+    assert all(map(torch.equal, first, second))
+
+
+@pytest.mark.parametrize("amsgrad", [False, True])
+@pytest.mark.parametrize("eps", [1e-8, 0.5])
+def test_one_update_of_adam_ahead_is_the_last_step_again(amsgrad, eps):
+    """Also where epsilon is as large as the root: it is added to the corrected one."""
+    torch.manual_seed(0)
+    held = [nn.Parameter(torch.randn(n + 1, dtype=torch.float64)) for n in range(3)]
+    groups = [{"params": held[:1], "lr": 0.5, "betas": (0.5, 0.7)}, {"params": held[:0:-1]}]
+    optimizer = torch.optim.Adam(groups, lr=0.1, eps=eps, amsgrad=amsgrad)
+    direction = AdamDirection(optimizer, held, constant=False)
+    moved = [torch.zeros_like(parameter) for parameter in held]
+    direction.move(moved, 3)
+    assert not any(map(torch.any, moved))
+    for step in range(4):
+        for parameter in held:
+            parameter.grad = torch.full_like(parameter, (-1.0) ** step + 0.1 * step)
+        before = [parameter.detach().clone() for parameter in held]
+        direction.remember()
+        optimizer.step()
+        moved = [weights.clone() for weights in before]
+        direction.move(moved, 1)
+        for weights, parameter in zip(moved, held, strict=True):
+            torch.testing.assert_close(weights, parameter.detach())
+
+
+def test_one_update_of_rmsprop_ahead_is_the_last_step_again():
+    """Also with a large epsilon, and with weight decay in the gradient."""
+    torch.manual_seed(0)
+    held = [nn.Parameter(torch.randn(n + 1, dtype=torch.float64)) for n in range(2)]
+    optimizer = torch.optim.RMSprop(held, lr=0.1, eps=0.5, weight_decay=0.2)
+    direction = RmspropDirection(optimizer, held)
+    for step in range(3):
+        for parameter in held:
+            parameter.grad = torch.full_like(parameter, (-1.0) ** step + 0.1 * step)
+        before = [parameter.detach().clone() for parameter in held]
+        direction.remember()
+        optimizer.step()
+        moved = [weights.clone() for weights in before]
+        direction.move(moved, 1)
+        for weights, parameter in zip(moved, held, strict=True):
+            torch.testing.assert_close(weights, parameter.detach())

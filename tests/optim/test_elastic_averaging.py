@@ -177,3 +177,65 @@ def test_a_schedule_with_one_pipeline_is_refused(lab):
                 lab.mlp(), lab.line_of("avgpipe", 0, 1, 1, 4), "avgpipe", lab.PAIRS["sgd"][0]
             )
         )
+
+
+def run_batch(weights, module, number, value):
+    """Forward and backward of a micro-batch whose gradient is `value` everywhere."""
+    weights.before_forward(number)
+    weights.before_backward(number)
+    added = torch.full((2, 2), value, dtype=torch.float64)
+    module.weight.grad = added if module.weight.grad is None else module.weight.grad + added
+    weights.finished(number)
+
+
+def test_a_drain_forgets_gradients_that_were_put_aside(lab):
+    """Those of a stream that failed: the next one begins with none."""
+    module = nn.Linear(2, 2, bias=False).double()
+    line = lab.line_of("avgpipe", 0, 1, 2, batches=4, pipelines=2)
+    site = lab.site_of(module, line, "avgpipe", lab.PAIRS["sgd"][0])
+    weights = lab.make(site)
+    start = module.weight.detach().clone()
+    run_batch(weights, module, 0, 100.0)
+    run_batch(weights, module, 2, 200.0)
+    weights.drain()
+    site.update.zero()
+    for number in (0, 1):
+        run_batch(weights, module, number, 1.0)
+    weights.update(1)
+    weights.drain()
+    assert torch.allclose(module.weight.data, start - 0.05 * 2 / 2)
+
+
+def test_a_checkpoint_without_copies_begins_all_of_them_at_the_reference(lab):
+    """Also between two rounds, when the copies have moved and the sum of changes is 0."""
+    module = nn.Linear(2, 2, bias=False).double()
+    line = lab.line_of("avgpipe", 0, 1, 1, batches=4, pipelines=2)
+    weights = lab.make(lab.site_of(module, line, "avgpipe", lab.PAIRS["momentum"][0]))
+    for number, value in enumerate((1.0, 5.0)):
+        run_batch(weights, module, number, value)
+        weights.update(number + 1)
+    weights.drain()
+    reference = module.weight.detach().clone()
+    assert not torch.equal(weights.state()["copy1"][0], reference)
+    weights.load_state({})
+    for name in ("copy0", "copy1"):
+        assert torch.equal(weights.state()[name][0], reference)
+    assert [key for key in weights.state() if key.startswith("optimizer")] == []
+
+
+def test_a_step_that_fails_leaves_the_changes_of_the_round_as_they_were(lab):
+    """The weights before it would otherwise count as a change, with the wrong sign."""
+    module = nn.Linear(2, 2, bias=False).double()
+    line = lab.line_of("avgpipe", 0, 1, 1, batches=4, pipelines=2)
+    site = lab.site_of(module, line, "avgpipe", lab.PAIRS["sgd"][0])
+    weights = lab.make(site)
+    start = module.weight.detach().clone()
+    run_batch(weights, module, 0, 1.0)
+    weights.update(1)
+    run_batch(weights, module, 1, 1.0)
+    other = weights.more_optimizers()[0]
+    other.register_step_pre_hook(lambda *_: (_ for _ in ()).throw(KeyError))
+    with pytest.raises(KeyError):
+        weights.update(2)
+    weights.drain()
+    assert torch.allclose(module.weight.data, start - 0.05 / 2)

@@ -49,3 +49,12 @@ def test_a_stage_has_all_groups_some_of_them_empty():
     held["b.bias"].grad = torch.ones(1)
     optimizer.step()
     assert torch.allclose(held["b.bias"], torch.tensor([0.9]))
+
+
+def test_a_parameter_without_a_name_is_in_the_first_group():
+    """A stand-in of a rank without parameters has the first group's learning rate."""
+    groups = Groups.of(by_kind, named().items())
+    groups.add_names({nn.Parameter(torch.ones(1)): "of another model"})
+    stranger = nn.Parameter(torch.ones(1))
+    optimizer = groups.factory(lambda params: torch.optim.SGD(params, lr=0.1))([stranger])
+    assert [len(group["params"]) for group in optimizer.param_groups] == [1, 0, 0]

@@ -90,3 +90,15 @@ def test_what_a_checkpoint_cannot_hold_is_refused():
         match=r"Counting keeps a list as 'kept': a checkpoint can hold tensors and plain numbers",
     ):
         optimizer_state(optimizer, ps)
+
+
+def test_what_is_loaded_replaces_all_state():
+    """A parameter that had none when it was saved has none, and keys that were not saved are gone."""
+    held = parameters()
+    for parameter in held:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer = torch.optim.Adam(held)
+    optimizer.step()
+    load_optimizer_state(optimizer, held, {"exp_avg": [None, torch.ones(2), None]})
+    assert [held[n] in optimizer.state for n in range(3)] == [False, True, False]
+    assert list(optimizer.state[held[1]]) == ["exp_avg"]

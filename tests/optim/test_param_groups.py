@@ -107,3 +107,12 @@ def test_a_rate_that_is_a_tensor_keeps_its_memory():
     assert [float(value) for value in values] == [0.25, 0.25]
     assert values[0] is not values[1]
     assert all(value is not given for value in values)
+
+
+def test_options_that_differ_between_stages_are_read_from_the_first():
+    """A user may have written them to one stage's optimizer."""
+    stages = optimizers(count=3)
+    for number, stage in enumerate(stages):
+        stage.param_groups[0]["lr"] = float(number)
+    first, _ = parameter_groups_of(stages)
+    assert first["lr"] == 0.0

@@ -363,3 +363,26 @@ def test_a_stage_holds_no_more_copies_than_its_rule_is_planned_with(lab, rule, p
         lab.play(module, weights, line.ops, lab.vectors, lab.squares)
         size = sum(parameter.nbytes for parameter in module.parameters())
         assert weights._working.held_bytes() <= (1 + site.rule.extra) * size
+
+
+def test_loaded_state_is_used_with_the_counts_of_the_loaded_optimizer(lab):
+    """The direction counts Adam's steps by itself; those of before the load are forgotten first."""
+    module = lab.mlp()
+    line = lab.line_of("pipeoptim", 0, 2, 1, batches=4)
+    site = lab.site_of(module, line, "pipeoptim", lab.PAIRS["adam"][0])
+    weights = lab.make(site)
+    lab.play(module, weights, line.ops, lab.vectors, lab.squares)
+    weights.drain()
+    optimizer = site.update.optimizer
+    for state in optimizer.state.values():
+        state["step"].fill_(100)
+    weights._direction.move([torch.zeros_like(p) for p in module.parameters()], 1)
+    for state in optimizer.state.values():
+        state["step"].fill_(1)
+    weights.load_state(weights.state())
+    fresh = lab.make(site)
+    moved, expected = ([torch.zeros_like(p) for p in module.parameters()] for _ in range(2))
+    weights._direction.move(moved, 1)
+    fresh._direction.move(expected, 1)
+    assert all(map(torch.equal, moved, expected))
+    assert any(map(torch.any, moved))

@@ -157,3 +157,15 @@ def test_all_gradients_are_unscaled_whatever_their_types():
     assert overflow.shape == (1,)
     assert overflow > 0
     assert scaler.unscale([], CPU) == 0
+
+
+def test_any_overflow_counts_and_all_gradients_are_divided_nevertheless():
+    """The overflow of several ranks may be a mean; users read gradients of skipped steps, too."""
+    scaler = LossScaler({"init_scale": 4.0})
+    first, second = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(1, dtype=torch.float64))
+    first.grad, second.grad = torch.tensor([4.0, float("inf")]), second.detach() * 8
+    assert scaler.unscale([first, second], CPU) > 0
+    assert (first.grad[0].item(), second.grad.item()) == (1.0, 2.0)
+    for overflow, skipped in ((0.25, 1), (0.0, 1), (1.0, 2)):
+        scaler.update(overflow)
+        assert scaler.skipped == skipped

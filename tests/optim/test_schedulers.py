@@ -137,3 +137,41 @@ def test_lists_by_group_of_another_optimizer_are_not_taken(saved, here):
     assert state["last_epoch"] == 5
     assert len(state["base_lrs"]) == len(state["_last_lr"]) == here
     assert [group["lr"] for group in optimizer.param_groups] == [1.0] * here
+
+
+def test_rates_of_another_number_of_groups_are_left_alone():
+    """The stage's own rates stay, also if the state says nothing of rates."""
+    (held,) = optimizers(2)
+    schedulers = Schedulers(lambda optimizer: StepLR(optimizer, 1, gamma=0.5), [held])
+    held.param_groups[0]["lr"] = 0.125
+    state = schedulers.state_dict()
+    for rates in ([0.75], [0.1, 0.2, 0.3], None):
+        fitting = {key: value for key, value in state.items() if key != "_last_lr"}
+        schedulers.load_state_dict(fitting if rates is None else {**fitting, "_last_lr": rates})
+        assert [group["lr"] for group in held.param_groups] == [0.125, 1.0]
+    schedulers.load_state_dict({**state, "_last_lr": [0.75, 0.25]})
+    assert [group["lr"] for group in held.param_groups] == [0.75, 0.25]
+
+
+def test_a_stand_in_is_one_number_where_the_factory_takes_it_and_never_warns(recwarn):
+    """Then all shapes up to four dimensions at once, then each of the others alone."""
+    attempts = []
+
+    def factory(refused):
+        def make(parameters):
+            attempts.append([parameter.ndim for parameter in parameters])
+            if len(attempts) <= refused:
+                raise ValueError("not these")
+            return SGD(parameters, lr=0.5)
+
+        return make
+
+    every = [[1], [1, 2, 3, 4], [2], [3], [4]]
+    for refused in range(5):
+        attempts.clear()
+        optimizer = stand_in(factory(refused))
+        assert attempts == every[: refused + 1]
+    with pytest.raises(SettingError, match="this rank has no parameters"):
+        stand_in(factory(100))
+    StepLR(optimizer, 1).step()
+    assert not recwarn.list

@@ -383,3 +383,12 @@ def test_gradients_are_limited_before_the_step(clip_value):
     Update.make(weights, sgd, clip_value=clip_value).step()
     moves = [-0.5, 1.5] if clip_value is None else [-0.125, 0.125]
     assert [weight.item() for weight in weights] == [1.0 + move for move in moves]
+
+
+def test_an_advance_drops_gradients_also_where_the_factory_took_no_parameter():
+    """They would be added to those of the next batch; without a factory they are the user's."""
+    held = parameters(1)
+    update = Update.make(held, lambda _: SGD([], lr=0.1))
+    assert update.optimizer is None
+    update.advance()
+    assert (held[0].grad, held[0].item()) == (None, 1.0)

@@ -287,3 +287,29 @@ def test_a_copy_alone_has_nobody_to_tell(lab):
     assert lab.close(lab.play(module, weights, line.ops, lab.vectors, lab.squares), losses)
     weights.drain()
     assert lab.close(lab.values_of(module), newest)
+
+
+def test_a_drain_takes_all_that_was_sent_however_unlike_the_numbers_of_updates(lab):
+    """What is left would be taken for a wave of the next stream."""
+    waves = Waves(length=1, distance=0)
+    ends = exchanges(2)
+    weights = []
+    for end in ends:
+        module = nn.Linear(2, 2, bias=False).double()
+        line = lab.line_of("hetpipe", 0, 1, 1, batches=4)
+        site = lab.site_of(module, line, "hetpipe", lab.PAIRS["sgd"][0], waves=waves, exchange=end)
+        weights.append((module, lab.make(site)))
+
+    def run(place, updates):
+        module, held = weights[place]
+        for number in range(updates):
+            held.before_forward(number)
+            held.before_backward(number)
+            module.weight.grad = torch.ones(2, 2, dtype=torch.float64)
+            held.finished(number)
+            held.update(number + 1)
+        held.drain()
+
+    for counts in ((3, 1), (0, 2), (2, 2)):
+        together([lambda n=n, count=count: run(n, count) for n, count in enumerate(counts)])
+        assert all(entry.empty() for row in ends[0].queues for entry in row)

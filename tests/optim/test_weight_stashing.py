@@ -435,3 +435,43 @@ def test_a_drain_lets_go_whatever_was_in_flight(lab):
     assert weights.held_bytes() <= max(
         held, 4 * sum(parameter.nbytes for parameter in module.parameters())
     )
+
+
+def test_memory_for_another_version_is_kept_for_the_next_time_and_counted(lab):
+    """A backward that reads another version than its forward borrows a block; the next one as well."""
+    module = nn.Linear(3, 3, bias=False).double()
+    line = lab.line_of("stash", 0, 3, 1, batches=8)
+    line.use, use = (
+        lambda number: replace(use(number), reads=Reads(number and 1, 0)),
+        line.use,
+    )
+    weights = lab.make(lab.site_of(module, line, "stash", lab.PAIRS["sgd"][0]))
+    size = module.weight.nbytes
+    weights.before_forward(0)
+    module.weight.grad = torch.ones(3, 3, dtype=torch.float64)
+    weights.update(1)
+    held = []
+    for number in (1, 2, 3):
+        weights.before_forward(number)
+        assert torch.equal(module.weight, weights._versions[1].tensors[0])
+        weights.before_backward(number)
+        held.append(weights.held_bytes() / size)
+        weights.finished(number)
+    weights.before_forward(4)
+    assert held == [3, 3, 3]
+    assert weights.held_bytes() / size == 3
+
+
+def test_a_drain_keeps_the_memory_of_all_versions_for_the_next_stream(lab):
+    """Their blocks are free again: the next stream allocates none."""
+    module = lab.mlp()
+    line = lab.line_of("stash", 0, 4, 1, batches=8)
+    weights = lab.make(lab.site_of(module, line, "stash", lab.PAIRS["sgd"][0]))
+    held = []
+    for _ in range(3):
+        lab.play(module, weights, line.ops, lab.vectors, lab.squares)
+        held.append(weights.held_bytes())
+        weights.drain()
+        held.append(weights.held_bytes())
+        assert weights.versions == 1
+    assert held == held[:1] * 6

@@ -100,7 +100,7 @@ class Recorder:
 
 def replica_group(log, stage, sum_bytes=0):
     """Return a recording group of replicas."""
-    methods = "watch start send_updates receive_updates all_reduce forget"
+    methods = "watch poll start send_updates receive_updates all_reduce forget"
     group = Recorder(log, f"replicas {stage}", **dict.fromkeys(methods.split()))
     group.sum_bytes = sum_bytes
     return group

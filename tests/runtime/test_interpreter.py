@@ -332,7 +332,7 @@ def test_gradients_of_replicas_are_watched_before_the_last_backward_and_summed_a
         send=send, post=transport.post, drain=transport.drain, arrives_at_once=bool
     )
     ranks.play(batch(2))
-    names = [entry[0] for entry in log if entry[0] != "F"]
+    names = [entry[0] for entry in log if entry[0] not in ("F", "replicas 1.poll")]
     assert names == [
         "B",
         "send",
@@ -348,6 +348,20 @@ def test_gradients_of_replicas_are_watched_before_the_last_backward_and_summed_a
     assert ("replicas 1.all_reduce", ("updates", True)) in log
 
 
+def test_sums_of_all_stages_go_on_before_every_op_once_its_input_has_come():
+    """Their second round would else begin at the update, and run beside nothing."""
+    ranks = Ranks("0F0 1F0 1B0 0B0 1U1 0U1")
+    interpreter, log = ranks.interpreters[0], ranks.logs[0]
+    interpreter.replicas = {stage: replica_group(log, stage) for stage in range(2)}
+    ranks.play(batch(1))
+    before_ops = []
+    for index, entry in enumerate(log):
+        if entry[0] in ("F", "B"):
+            names = [earlier[0] for earlier in log[:index] if not earlier[0].endswith(".watch")]
+            before_ops.append(names[-2:])
+    assert before_ops == [["replicas 0.poll", "replicas 1.poll"]] * 4
+
+
 def test_the_parts_of_an_update_have_an_order():
     """Shared layers complete gradients, these are checked, summed over replicas, and applied."""
     interpreter, program, log = interpreter_of("0F0 0B0 0U1")
@@ -360,7 +374,9 @@ def test_the_parts_of_an_update_have_an_order():
     order = [entry[0] for entry in log]
     assert order == [
         "parallel.begin",
+        "replicas 0.poll",
         "F",
+        "replicas 0.poll",
         "replicas 0.watch",
         "B",
         "finite.after_backward",

@@ -15,6 +15,7 @@ from penstock.schedule.op import Schedule
 from penstock.simulate.costs import Costs
 from penstock.simulate.host_costs import (
     NETWORK_S_PER_BYTE,
+    NETWORK_SEND_S,
     RECEIVE_S,
     SEND_S,
 )
@@ -101,7 +102,7 @@ def test_a_rank_of_a_cpu_hands_messages_over_itself():
 def test_between_hosts_a_message_moves_beside_the_ops():
     """The rank pays for its part of the work alone, and the card has the message."""
     _, stage_costs = costs(a_profile(), "cpu", ranks_per_host=1)
-    send_s = SEND_S + 200 * NETWORK_S_PER_BYTE
+    send_s = SEND_S + NETWORK_SEND_S + 200 * NETWORK_S_PER_BYTE
     receive_s = RECEIVE_S + 200 * NETWORK_S_PER_BYTE
     assert stage_costs.forward == pytest.approx((4 + send_s, 4 + receive_s))
     assert stage_costs.backward == pytest.approx((12 + receive_s, 12 + send_s))
@@ -110,12 +111,13 @@ def test_between_hosts_a_message_moves_beside_the_ops():
 
 
 def test_measured_cpu_times_of_a_link_replace_the_constants():
-    """Per byte as measured; per message no less than Penstock's own bookkeeping."""
-    for per_message, expected_s in ((2 * SEND_S, 2 * SEND_S), (SEND_S / 2, SEND_S)):
+    """Per byte on both ranks; per message on the sender, beside Penstock's own bookkeeping."""
+    for per_message in (0.0, 0.5):
         link = replace(LINK, cpu_s_per_byte=1e-3, cpu_s_per_message=per_message)
         _, stage_costs = costs(a_profile(), "cpu", ranks_per_host=1, link=link)
-        cpu_s = expected_s + 200 * 1e-3
-        assert stage_costs.forward == pytest.approx((4 + cpu_s, 4 + cpu_s))
+        send_s = SEND_S + per_message + 200 * 1e-3
+        receive_s = RECEIVE_S + 200 * 1e-3
+        assert stage_costs.forward == pytest.approx((4 + send_s, 4 + receive_s))
 
 
 @pytest.mark.parametrize(
@@ -171,7 +173,7 @@ def test_a_boundary_inside_hosts_and_between_them_has_costs_by_micro_batch():
     ]
     assert found.transfer == (tuple(0.5 if within else MESSAGE_S for within in inside),)
     hand_over_s = SEND_S + MESSAGE_S
-    network_s = SEND_S + 200 * NETWORK_S_PER_BYTE
+    network_s = SEND_S + NETWORK_SEND_S + 200 * NETWORK_S_PER_BYTE
     sends = [hand_over_s if within else network_s for within in inside]
     assert found.forward[0] == pytest.approx(tuple(4 + second for second in sends))
 

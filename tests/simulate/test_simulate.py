@@ -116,7 +116,7 @@ FAMILIES = st.builds(
     st.booleans(),
     st.sampled_from(["never", "except_last", "always"]),
 )
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 def test_every_start_and_end_agrees_with_the_reference(case, overlap, recompute):
     """Two simulators by two roads: a longest path over a graph, and ranks that step until they are
     done.

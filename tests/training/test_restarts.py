@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import penstock as ps
+from penstock.checkpoint.folder_lock import FolderLock
 from penstock.errors import FileError, RankDied, RunError, RunStopped
 from penstock.simulate.plan_costs import simulate_plan
 from penstock.training import restarts
@@ -141,7 +142,8 @@ def test_a_request_plans_for_that_number_and_back(monkeypatch, prepared):
 
     def ask(ranks):
         def stopped():
-            request_ranks(prepared.folder, ranks)
+            with FolderLock(prepared.folder):
+                request_ranks(prepared.folder, ranks)
             return RankResult(5, stopped=True)
 
         return stopped

@@ -17,6 +17,7 @@ from tests.training.run_metrics import lines_of
 
 import penstock as ps
 from penstock.checkpoint.checkpoint_index import read_index
+from penstock.checkpoint.folder_lock import FolderLock
 from penstock.checkpoint.series import step_folders
 from penstock.errors import FileError, SettingError
 from penstock.training import rank
@@ -176,7 +177,8 @@ def test_a_request_for_another_number_of_ranks_ends_the_attempt(tmp_path, monkey
     monkeypatch.setattr("penstock.runtime.state.checkpoints._AGREE_EVERY_S", 1e-9)
     (tmp_path / "config.yaml").write_text("")
     at_step(monkeypatch, 3, lambda: request_ranks(tmp_path, 3))
-    result = train(settings(tmp_path), plan_of("1f1b", [7, 8]))
+    with FolderLock(tmp_path):
+        result = train(settings(tmp_path), plan_of("1f1b", [7, 8]))
     assert (result.steps, result.stopped) == (3, True)
     assert take_request(tmp_path) == 3
     assert take_request(tmp_path) is None

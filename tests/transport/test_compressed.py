@@ -220,3 +220,26 @@ def test_a_tensor_without_dimensions_has_a_scale_too():
     assert restored.item() == pytest.approx(-3.0)
     zeros = quantize(torch.zeros(2, 3), "int8")
     assert torch.equal(dequantize(zeros, torch.float32, torch.Size([2, 3])), torch.zeros(2, 3))
+
+
+def test_the_error_before_an_overflow_is_forgotten_with_it():
+    """It was part of the gradient that overflowed."""
+    links = Links()
+    transport = CompressedTransport(links, "int8")
+    gradient = torch.linspace(0.1, 1.0, 512)
+    for micro_batch, factor in enumerate((1.0, torch.inf, 1.0, 1.0)):
+        transport.send(1, Message(Kind.B, 1, micro_batch), Payload.of(gradient * factor), "form")
+    first, _, after, last = (call[3].tensors[0] for call in links.calls)
+    assert torch.equal(first, after)
+    assert not torch.equal(after, last)
+
+
+def test_leaves_of_one_message_do_not_share_what_they_have_lost():
+    """They may have one shape."""
+    links = Links()
+    transport = CompressedTransport(links, "int8")
+    first, second = torch.linspace(0.1, 1.0, 512), torch.linspace(3.0, 5.0, 512)
+    transport.send(1, Message(Kind.B, 1, 0), Payload.flat([first, second]), "form")
+    alone = Links()
+    CompressedTransport(alone, "int8").send(1, Message(Kind.B, 1, 0), Payload.of(second), "form")
+    assert torch.equal(links.calls[0][3].tensors[2], alone.calls[0][3].tensors[0])

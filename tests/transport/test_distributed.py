@@ -727,3 +727,13 @@ def test_a_transfer_that_cannot_begin_says_what_between_whom(monkeypatch, sends,
     assert str(error.value) == (
         f"rank 1: {transfer}, as torch.float32[2] on cpu: RuntimeError: Invalid scalar type"
     )
+
+
+def test_buffers_of_all_tensors_of_a_message_are_counted(works):
+    """Not only those of the largest one, nor of tensors alone that have elements."""
+    transport, gradient = alone(), Message(Kind.B, 2, 0)
+    announce(transport, 2, gradient, [torch.ones(3), torch.ones(7), torch.ones(0)], "s")
+    transport.post(2, gradient, "s").wait()
+    assert (transport.wire.buffers.now, transport.wire.buffers.peak) == (0, 40)
+    transport.post(2, gradient, "s")
+    assert transport.wire.buffers.now == 40

@@ -140,3 +140,13 @@ def test_a_form_with_constants_names_them_and_the_nesting():
     text = form_text(Payload.of((1.5, torch.zeros(2, requires_grad=True))).form())
     assert text.endswith(" of 1.5, float32[2] with a gradient")
     assert not text.startswith("a tensor")
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_of_an_expanded_tensor_only_distinct_elements_are_sent_whichever_dimension_it_is(dim):
+    """Another tensor of that shape has more, so that the announced form does not fit it."""
+    shape = [2, 3, 4]
+    first = Payload.of(torch.ones([1 if n == dim else shape[n] for n in range(3)]).expand(shape))
+    second = Payload.of(torch.ones(shape))
+    assert not differ_in_strides_only(first.form(), second.form(), first.forms())
+    assert differ_in_strides_only(second.form(), first.form(), second.forms())

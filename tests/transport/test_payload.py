@@ -422,3 +422,64 @@ def test_other_containers_of_torchs_keep_their_kind():
     received = Header.parse(payload.header()).filled(payload.tensors).value()
     assert received == payload.value() == value
     assert received[0].maxlen == 3
+
+
+@st.composite
+def strided(draw):
+    """A tensor with any order of dimensions, gaps and repeated elements."""
+    shape = draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
+    tensor = torch.arange(math.prod(shape)).reshape(shape)
+    for dim in range(len(shape)):
+        change = draw(st.sampled_from(["none", "none", "cut", "step", "repeat"]))
+        if change == "cut":
+            tensor = tensor.narrow(dim, 0, max(1, tensor.shape[dim] - 1))
+        elif change == "step":
+            tensor = tensor[(slice(None),) * dim + (slice(None, None, 2),)]
+        elif change == "repeat":
+            tensor = tensor.narrow(dim, 0, 1).expand(
+                *[3 if other == dim else -1 for other in range(tensor.dim())]
+            )
+    return tensor.permute(draw(st.permutations(range(tensor.dim()))))
+
+
+@given(strided(), st.booleans())
+@settings(deadline=None, max_examples=60)
+def test_distinct_elements_are_sent_and_the_receiver_has_the_same_tensor(tensor, copies):
+    """In the sender's strides, and in memory of its own where a copy is asked for."""
+    form = TensorForm.of(tensor, wants_grad=False)
+    packed = form.packed(tensor).contiguous().clone()
+    assert form.empty().shape == packed.shape
+    assert form.empty().dtype is packed.dtype
+    distinct = tensor.unique().numel() if form.stride is not None else tensor.numel()
+    assert packed.numel() == distinct
+    received = form.unpacked(packed, copies=copies)
+    assert torch.equal(received, tensor)
+    contiguous = torch.empty(tensor.shape).stride()
+    assert received.stride() == (contiguous if form.stride is None else form.stride)
+    if copies:
+        before = received.clone()
+        packed.fill_(-1)
+        assert torch.equal(received, before)
+
+
+def test_replaced_tensors_keep_structure_constants_and_shared_memory():
+    """Only the tensors are others, in their order."""
+    memory = torch.arange(4.0)
+    payload = Payload.of({"a": memory[:3], "b": 5, "c": [memory[2:]]})
+    assert payload.shared == ((0, 1),)
+    other = payload.with_tensors([torch.zeros(3), torch.ones(2)])
+    assert other.shared == payload.shared
+    assert other.wants_grad == payload.wants_grad
+    value = other.value()
+    assert (value["b"], value["a"].tolist(), value["c"][0].tolist()) == (5, [0.0] * 3, [1.0] * 2)
+    assert other.nbytes == 20
+
+
+def test_a_list_of_gradients_stays_a_list_unless_it_is_a_single_tensor():
+    """A single missing gradient as well."""
+    gradient = torch.ones(2)
+    assert Payload.flat([gradient]).value() is gradient
+    for row in ([None], [None, gradient], [gradient, gradient], []):
+        payload = Payload.flat(list(row))
+        assert payload.value() == row
+        assert payload.wants_grad == (False,) * sum(leaf is not None for leaf in row)

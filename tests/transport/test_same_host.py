@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import itertools
+import json
 import logging
 import os
 import signal
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from tests.transport.same_host_pair import backward, echo, forward, joined
+from torch.distributed import HashStore
 
 from penstock.errors import RunError
 from penstock.schedule.lower import Message
@@ -635,3 +639,90 @@ def test_ranks_are_connected_if_each_can_open_the_memory_of_all_others(opened, c
     assert transport.connects([0, 1, 2]) is connected
     assert transport.connects([0])
     assert transport.connects([0, 1]) is (1 in opened[0] and 0 in opened[1])
+
+
+def test_a_peer_is_waited_for_only_while_it_may_still_open_what_was_sent():
+    """One reason against it is enough; what peers have sent is opened meanwhile, also of ended ones."""
+    for opened, closed, ended, stopped in itertools.product([False, True], repeat=4):
+        polls = []
+
+        def poll(polls=polls):
+            polls.append(1)
+            raise OSError
+
+        end = SameHostTransport(0, 60.0)
+        end._mailbox = SimpleNamespace(stopped=stopped)
+        peer = SimpleNamespace(
+            incoming=SimpleNamespace(poll=poll),
+            outgoing=SimpleNamespace(all_opened=lambda opened=opened: opened),
+            mailbox=SimpleNamespace(closed=closed),
+            exit_poll=SimpleNamespace(poll=lambda _, ended=ended: ["end"] * ended),
+        )
+        end._peers = {1: peer, 2: peer}
+        assert end._must_linger(peer) is not (opened or closed or ended or stopped)
+        assert len(polls) == 2
+
+
+@pytest.mark.parametrize("arrives_at", [None, 0, 1, 3])
+def test_a_sleep_is_armed_before_the_last_look_and_disarmed_after_it(monkeypatch, arrives_at):
+    """However the wait ends; no sleep is longer than the rest of the deadline."""
+    now_s, log = [100.0], []
+    monkeypatch.setattr(
+        same_host,
+        "time",
+        SimpleNamespace(monotonic=lambda: now_s[0], perf_counter=lambda: now_s[0]),
+    )
+
+    def sleep(seconds):
+        log.append(round(seconds, 6))
+        now_s[0] += seconds
+
+    queue = SimpleNamespace(pending={}, polls=0)
+    queue.notifier = SimpleNamespace(
+        arm=lambda: log.append("arm"), disarm=lambda: log.append("disarm"), sleep=sleep
+    )
+
+    def poll():
+        log.append("poll")
+        if queue.polls == arrives_at:
+            queue.pending[7] = "message"
+        queue.polls += 1
+        return True
+
+    queue.poll = poll
+    end = SameHostTransport(0, 0.12)
+    end.spin_s = 0.0
+    end._mailbox = SimpleNamespace(stopped=False)
+    end._peers = {1: SimpleNamespace(exit_poll=SimpleNamespace(poll=lambda _: []), pid=9)}
+    sleeps = [0.05, 0.05, 0.02]
+    if arrives_at is None:
+        with pytest.raises(
+            TransportTimeout, match=r"no message from rank 1 \(process 9\) for 0.12"
+        ):
+            end._wait_for(queue, 1, 7)
+        expected = [["arm", "poll", seconds, "disarm"] for seconds in sleeps]
+        assert log == [*itertools.chain(*expected), "arm", "poll", "disarm"]
+    else:
+        end._wait_for(queue, 1, 7)
+        expected = [["arm", "poll", seconds, "disarm"] for seconds in sleeps[:arrives_at]]
+        assert log == [*itertools.chain(*expected), "arm", "poll", "disarm"]
+
+
+def test_a_peer_that_could_not_open_this_rank_is_given_up_with_its_descriptor(monkeypatch):
+    """A link needs both ends. By rank it is known who has opened whom."""
+    store, closed = HashStore(), []
+    end = SameHostTransport(1, 60.0)
+    mailbox = SimpleNamespace(segment=SimpleNamespace(fd=3), nonce="n")
+    monkeypatch.setattr(same_host, "_make_mailbox", lambda size: mailbox)
+    monkeypatch.setattr(same_host.os, "close", closed.append)
+    peers = {rank: SimpleNamespace(pidfd=50 + rank) for rank in (0, 2, 3)}
+    monkeypatch.setattr(end, "_open_peers", lambda addresses, own: dict(peers))
+    opened = {0: [1, 2], 2: [0], 3: [1]}
+    for rank, ranks in opened.items():
+        store.set(f"same-host/address/{rank}", json.dumps({}))
+        store.set(f"same-host/opened/{rank}", json.dumps(ranks))
+    end.connect(store, 4)
+    assert end.reachable == {0, 3}
+    assert closed == [52]
+    assert json.loads(store.get("same-host/opened/1")) == [0, 2, 3]
+    assert end._opened == [{1, 2}, {0, 2, 3}, {0}, {1}]

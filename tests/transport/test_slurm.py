@@ -77,3 +77,15 @@ def test_a_missing_variable_is_refused_with_what_to_do(missing):
     environment = {name: value for name, value in TASK.items() if name != missing}
     with pytest.raises(RunError, match=r"is missing or damaged.*set RANK, WORLD_SIZE"):
         rank_variables(environment)
+
+
+def test_steps_of_jobs_with_neighbouring_numbers_have_other_ports():
+    """Two jobs of ten steps each may share a host."""
+    ports = {
+        rank_variables({**TASK, "SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)})[
+            "MASTER_PORT"
+        ]
+        for job in range(500, 510)
+        for step in range(10)
+    }
+    assert len(ports) == 100

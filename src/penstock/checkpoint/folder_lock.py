@@ -69,6 +69,14 @@ class FolderLock:
         self.release()
 
 
+def has_lock(folder: Path) -> bool:
+    """Return whether a run uses a folder, or was killed while it did.
+
+    The file is looked for, and not locked: the run may be on another host that shares the disk.
+    """
+    return (folder / _LOCK).exists()
+
+
 def check_files(folder: Path) -> None:
     """Refuse a folder with pipes, devices or sockets in the place of files.
 

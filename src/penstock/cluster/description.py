@@ -137,7 +137,8 @@ class LinkFigures:
         latency: seconds.
         bandwidth: bytes per second.
         shared: whether all ranks that it joins share one medium.
-        cpu_per_byte, cpu_per_message: CPU seconds that a message takes of each of its two ranks.
+        cpu_per_byte: CPU seconds that a message takes of each of its two ranks.
+        cpu_per_message: seconds for which a message of no bytes occupies its sender.
         busy_per_byte: seconds that a rank loses to a message if it computes meanwhile.
         source: where the figures are from.
     """

@@ -138,8 +138,10 @@ class Link:
         source: how reliable the figures are: "assumed", "measured", or "datasheet …".
         shared: whether all ranks that it joins share one medium, which carries one message at a
             time.
-        cpu_s_per_byte, cpu_s_per_message: CPU seconds that each of the two ranks spends on a
-            message between hosts; None if they were not measured.
+        cpu_s_per_byte: CPU seconds per byte that each of the two ranks spends on a message between
+            hosts; None if that was not measured.
+        cpu_s_per_message: seconds for which the sender of a message of no bytes is busy; None if
+            that was not measured.
         busy_s_per_byte: seconds that each of the two ranks loses if it computes meanwhile; None if
             that was not measured.
 

@@ -20,8 +20,8 @@ between: 25GbE
 A device's keys: name, like, count, memory, kind (cpu, gpu, fpga), flops by dtype or dsp and clock,
 memory_bandwidth, launch (overhead of an op before it computes), on_chip, together (seconds while
 all are busy over seconds alone), source. A link's: like, latency, bandwidth, shared, source;
-cpu_per_byte and cpu_per_message (CPU time that a message between hosts takes of each of its ranks),
-busy_per_byte (time that a rank loses to a message if it computes meanwhile).
+cpu_per_byte (CPU time that a message between hosts takes of each of its ranks), cpu_per_message
+(time for which a message of no bytes occupies its sender), busy_per_byte (time that a rank loses to a message if it computes meanwhile).
 """
 
 from __future__ import annotations

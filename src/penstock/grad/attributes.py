@@ -29,21 +29,22 @@ class _NotScalar:
 class _ModuleAttributes:
     """The scalar attributes of one module."""
 
-    __slots__ = ("keys", "size", "values")
+    __slots__ = ("keys", "names", "values")
 
     def __init__(self, values: dict[str, Any]) -> None:
         self.values = values
         self.keys: tuple[str, ...] = ()
-        self.size = -1
+        # The keys, and what torch keeps in every module.
+        self.names = set(_MODULE_ATTRIBUTES)
 
     def read(self) -> tuple[Any, ...]:
         """Return the current values, one per key."""
         values = self.values
-        if len(values) != self.size:
+        # Their number does not tell: a module may delete one attribute and make another.
+        if not values.keys() <= self.names:
             # Keys are only appended, so that tuples that were read earlier stay aligned with them.
-            ignored = _MODULE_ATTRIBUTES.union(self.keys)
-            self.keys += tuple(key for key in values if key not in ignored)
-            self.size = len(values)
+            self.keys += tuple(key for key in values if key not in self.names)
+            self.names.update(self.keys)
         current = [values.get(key, _NotScalar) for key in self.keys]
         return tuple([value if type(value) in _SCALAR_TYPES else _NotScalar for value in current])
 

@@ -17,6 +17,7 @@ A loss that adds up in none of these ways is refused.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -437,13 +438,14 @@ def _as_number(count: Any, number: int) -> float:
     """Return the result of `loss_weight` as a number.
 
     Raises:
-        SettingError: it is not a number, or below 0.
+        SettingError: it is not a finite number, or below 0.
     """
     if isinstance(count, Tensor) and count.numel() == 1:
         count = count.item()
-    if isinstance(count, bool) or not isinstance(count, (int, float)) or not count >= 0:
+    is_number = isinstance(count, (int, float)) and not isinstance(count, bool)
+    if not is_number or not 0 <= count < math.inf:
         raise SettingError(
-            "loss_weight must return one number of 0 or more for the targets of a micro-batch; for "
+            "loss_weight must return one finite number of 0 or more for the targets of a micro-batch; for "
             f"micro-batch {number} it returned "
             f"{count if isinstance(count, (int, float)) else type(count).__name__}"
         )

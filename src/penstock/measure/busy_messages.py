@@ -1,9 +1,13 @@
-"""Compute time that a rank loses per byte of the messages in transit.
+"""What messages cost a rank that computes.
 
-The CPU time of its process is only a part of it: the kernel moves packets in interrupts, which
-count for no process, and which evict data from the caches. On two network namespaces of one machine,
-joined at 100 Mbit/s, a core lost a third of its compute time while messages were in transit, 22 to
-34 ns per byte, where the process's CPU time was 5 ns per byte; at 1 Gbit/s it lost 1 to 2 ns.
+Round trips one after the other say too little of it, for two reasons:
+
+- The kernel moves packets in interrupts, which count for no process, and which evict data from the
+  caches. On two network namespaces of one machine, joined at 100 Mbit/s, a core lost a third of its
+  compute time while messages were in transit, 22 to 34 ns per byte, where the process's CPU time
+  was 5 ns per byte; at 1 Gbit/s it lost 1 to 2 ns.
+- A call that sends 1 kB took 0.20 to 0.27 ms after some ms of computing or waiting, and 0.04 ms
+  right after another one: its code and data have left the caches, and other cores sleep.
 """
 
 from __future__ import annotations
@@ -24,6 +28,10 @@ _WINDOW_S = 0.15
 _ROUNDS = 6
 #: Most messages of a window, on links that carry more of them.
 _MOST_MESSAGES = 64
+
+#: Messages that each of two ranks sends after it has computed for some time, their size, and that
+#: time: longer than a core waits before it sleeps.
+_SENDS, _SEND_BYTES, _COMPUTE_S = 15, 64, 0.005
 
 
 def busy_seconds_per_byte(peer: int, wires: Wires, bandwidth_bytes_per_s: float) -> float:
@@ -54,6 +62,31 @@ def busy_seconds_per_byte(peer: int, wires: Wires, bandwidth_bytes_per_s: float)
             work.wait()
         losses.append(lost_seconds(undisturbed, disturbed, window_s))
     return statistics.median(losses) / (count * size)
+
+
+def send_seconds(peer: int, wires: Wires) -> float:
+    """Return the seconds for which a short send occupies a rank that has computed before, the
+    median; both ranks call it, and get figures of their own.
+
+    Args:
+        peer: the other rank.
+        wires: transport of the messages, in host memory.
+    """
+    message = torch.ones(_SEND_BYTES, dtype=torch.uint8)
+    seconds = []
+    for number in range(2 * _SENDS):
+        sends = (dist.get_rank() < peer) == (number % 2 == 0)
+        wires.meet(peer)
+        # As in a pipeline, the receive is posted before the sender is done with its op.
+        receive = None if sends else wires.receive(torch.empty_like(message), peer)
+        _products_per_s(_COMPUTE_S)
+        if receive is not None:
+            receive.wait()
+            continue
+        started = time.perf_counter()
+        wires.send(message, peer).wait()
+        seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds)
 
 
 def lost_seconds(undisturbed: float, disturbed: float, window_s: float) -> float:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import socket
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -25,6 +24,7 @@ import torch
 
 from penstock.cluster.local import available_cores
 from penstock.profile.conditions import RankConditions
+from penstock.transport.hosts import this_host
 
 #: Columns of /proc/stat in which a core works: user, nice, system, irq, softirq. `guest` is part of
 #: `user`; `iowait` is idle.
@@ -82,7 +82,7 @@ class ConditionsMeter:
         ticks = seconds >= _SHORTEST_S
         product_s, copy_s = _core_times()
         return RankConditions(
-            host=socket.gethostname(),
+            host=this_host().key,
             seconds=seconds,
             cores=available_cores(),
             busy_cores=_rate(before.busy_s, after.busy_s, seconds) if ticks else None,

@@ -127,10 +127,10 @@ def rounded_link(link: Link) -> Link:
     if link.busy_s_per_byte is not None:
         busy_s_per_byte = parse_seconds(f"{link.busy_s_per_byte * 1e9:.4g} ns")
         rounded = replace(rounded, busy_s_per_byte=busy_s_per_byte)
-    if link.cpu_s_per_byte is None or link.cpu_s_per_message is None:
-        return rounded
-    return replace(
-        rounded,
-        cpu_s_per_byte=parse_seconds(f"{link.cpu_s_per_byte * 1e9:.4g} ns"),
-        cpu_s_per_message=short_seconds(link.cpu_s_per_message),
-    )
+    if link.cpu_s_per_byte is not None:
+        cpu_s_per_byte = parse_seconds(f"{link.cpu_s_per_byte * 1e9:.4g} ns")
+        rounded = replace(rounded, cpu_s_per_byte=cpu_s_per_byte)
+    if link.cpu_s_per_message is not None:
+        cpu_s_per_message = short_seconds(link.cpu_s_per_message)
+        rounded = replace(rounded, cpu_s_per_message=cpu_s_per_message)
+    return rounded

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from penstock.cluster.device import Link
-from penstock.measure.busy_messages import busy_seconds_per_byte
+from penstock.measure.busy_messages import busy_seconds_per_byte, send_seconds
 from penstock.measure.messages import Times, Wires, settled_seconds
 from penstock.transport.collectives import broadcast
 from penstock.transport.process_group import naming_lost_ranks
@@ -97,7 +97,7 @@ def link_of(times: Times) -> Link:
     # A longer message takes no less; what is measured of the shortest one is the message itself.
     first_s, last_s = times.cpu_s[0], times.cpu_s[-1]
     per_byte = max(last_s - first_s, 0.0) / (size - times.sizes[0])
-    return replace(link, cpu_s_per_byte=per_byte, cpu_s_per_message=first_s)
+    return replace(link, cpu_s_per_byte=per_byte, cpu_s_per_message=times.send_s)
 
 
 def network_link(times: Sequence[Times], shared_above: float) -> Link:
@@ -149,4 +149,8 @@ def with_busy_seconds(times: Times, peer: int, wires: Wires) -> Times:
     call it.
     """
     bandwidth = link_of(times).bandwidth_bytes_per_s
-    return replace(times, busy_s_per_byte=busy_seconds_per_byte(peer, wires, bandwidth))
+    return replace(
+        times,
+        busy_s_per_byte=busy_seconds_per_byte(peer, wires, bandwidth),
+        send_s=send_seconds(peer, wires),
+    )

@@ -104,6 +104,8 @@ class Times:
             2 on a shared one.
         cpu_s: CPU seconds that each of the two ranks spends on a message; () if not measured.
         busy_s_per_byte: see `Link`; None if not measured.
+        send_s: seconds for which a short send occupies a rank that has computed; None if not
+            measured.
     """
 
     sizes: tuple[int, ...]
@@ -112,6 +114,7 @@ class Times:
     both_ways: float = 1.0
     cpu_s: tuple[float, ...] = ()
     busy_s_per_byte: float | None = None
+    send_s: float | None = None
 
 
 def time_messages(

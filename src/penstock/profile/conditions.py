@@ -53,7 +53,7 @@ class RankConditions(_Observed):
     """Conditions that one process saw on its host.
 
     Attributes:
-        host: name of the host.
+        host: equal for the processes of one host alone, see `penstock.transport.hosts.Host`.
         busy_cores: of `cores`, how many were busy on average, with any process.
         process_cores: cores that this process kept busy.
     """

@@ -248,6 +248,9 @@ class Interpreter:
             batch, _ = entry
             self._batch_step = batch.step
             arrived = None if step.input_message is None else self._receive(step, batch)
+            # Sums of other stages have a second round, which runs beside this op.
+            for replicas in self.replicas.values():
+                replicas.poll()
             if step.completes and step.stage in self.replicas:
                 # Before the backward, in which its hooks see the last gradients.
                 self.replicas[step.stage].watch()

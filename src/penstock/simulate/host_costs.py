@@ -14,11 +14,17 @@ from penstock.simulate.costs import Costs, PerStage
 from penstock.simulate.network import Network
 
 #: CPU seconds per message on the sending and on the receiving rank, in addition to the transfer of
-#: its bytes: Penstock's and gloo's bookkeeping around the call. Measured with every rank on its own
-#: core: 0.28 ms between the end of an op and the beginning of the next when 100 KB were sent, of
-#: which 0.16 ms inside gloo; 0.1 ms to post a receive (benchmarks/fidelity).
+#: its bytes: Penstock's bookkeeping around a send, and that of a receive with gloo's part. Measured
+#: with every rank on its own core: 0.28 ms between the end of an op and the beginning of the next
+#: when 100 KB were sent, of which 0.16 ms inside gloo; 0.1 ms to post a receive
+#: (benchmarks/fidelity).
 SEND_S = 1e-4
 RECEIVE_S = 1e-4
+
+#: Seconds of gloo's part of a send between hosts, where the link does not say
+#: (`Link.cpu_s_per_message`): 0.20 to 0.27 ms after some ms of computing or waiting, for 1 kB
+#: between two network namespaces (`penstock.measure.busy_messages`).
+NETWORK_SEND_S = 2e-4
 
 #: CPU seconds per byte of a message between hosts, on the sending and on the receiving rank each,
 #: where the link does not say (`Link.cpu_s_per_byte`): gloo's copies into and out of the kernel.
@@ -199,16 +205,15 @@ def _network_cpu_seconds(
     """Return the seconds that ops take longer by a message between hosts, those of its sender and
     those of its receiver, which compute for these parts of their time.
     """
-    # What was measured is gloo's part; the constants also have Penstock's own bookkeeping.
-    per_message = link.cpu_s_per_message or 0.0
+    network_send_s = NETWORK_SEND_S if link.cpu_s_per_message is None else link.cpu_s_per_message
     process_s = network_s_per_byte(link)
     # The loss contains the CPU time of the process.
     send_s, receive_s = (
         max(process_s, share * (link.busy_s_per_byte or 0.0)) for share in busy_shares
     )
     return (
-        max(SEND_S, per_message) + message_bytes * send_s,
-        max(RECEIVE_S, per_message) + message_bytes * receive_s,
+        SEND_S + network_send_s + message_bytes * send_s,
+        RECEIVE_S + message_bytes * receive_s,
     )
 
 

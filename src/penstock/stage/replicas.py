@@ -175,6 +175,11 @@ class ReplicaGroup:
             if area is not None:
                 self._shared_memory.start(area)
 
+    def poll(self) -> None:
+        """Go on with a sum that has been started, without waiting. Optional."""
+        if self.buckets is not None:
+            self.buckets.poll()
+
     def _shared_area(self) -> SharedArea | None:
         """Return the shared memory for the gradients; None where messages carry them."""
         if self._shared_memory is None or self._sparse:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.checkpoint.checkpoint_index import INDEX
+from penstock.checkpoint.folder_lock import has_lock
 from penstock.checkpoint.series import SavedStep, newest_whole, step_folders
 from penstock.errors import FileError
 from penstock.files.read import read_json
@@ -94,12 +95,17 @@ def request_ranks(folder: Path, ranks: int) -> None:
     """Ask a run to save and go on with another number of ranks.
 
     Raises:
-        FileError: the folder holds no run, or cannot be written.
+        FileError: the folder holds no run or one that has ended, or cannot be written.
     """
     config = folder / "config.yaml"
     if not config.is_file():
         reason = "is no regular file" if config.exists() else "is not there"
         raise FileError(f"{folder} holds no run: its config.yaml {reason}")
+    if not has_lock(folder):
+        raise FileError(
+            f"no run is training in {folder}: continue it with another number of ranks by "
+            f"`penstock train --resume {folder} --ranks {ranks}`"
+        )
     write_json(folder / RESIZE, ResizeRequest(ranks))
 
 

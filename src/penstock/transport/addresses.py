@@ -153,9 +153,15 @@ def close_connections(port: int) -> int:
     count = 0
     for entry in list(Path("/proc/self/fd").iterdir()):
         try:
-            connection = socket.socket(fileno=os.dup(int(entry.name)))
+            descriptor = os.dup(int(entry.name))
         except OSError:
-            # Closed since the folder was listed, or no socket.
+            # Closed since the folder was listed.
+            continue
+        try:
+            connection = socket.socket(fileno=descriptor)
+        except OSError:
+            # No socket, but a file or a pipe.
+            os.close(descriptor)
             continue
         with connection:
             try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import torch
 from tests.time_limits import HANG_S
@@ -74,7 +75,7 @@ def summed(position, operations, *, changes):
     buckets = BucketSum(
         0,
         collectives,
-        lambda memory, shapes: AllReduce(collectives, memory),
+        lambda layout: AllReduce(collectives, layout),
         lambda text, call: call(),
     )
     sent_before = []
@@ -120,3 +121,63 @@ def test_gradients_that_do_not_change_are_sent_once(monkeypatch):
     """Each bucket, and the flags."""
     for _, _, _, operations in run(monkeypatch, (False, False)):
         assert operations == 3 + 1
+
+
+class TwoRounds:
+    """A reduction that notes its rounds, and completes its first when the test says so."""
+
+    def __init__(self, layout, log):
+        self.log, self.number, self.sum = log, len(log), layout.empty().zero_()
+        self.nbytes = layout.nbytes
+        log.append([])
+
+    def memory(self):
+        """Return the memory of the sum."""
+        return self.sum
+
+    def begin(self):
+        """Start the first round."""
+        self.log[self.number].append("begin")
+        return self.number, 1
+
+    def advance(self):
+        """Start the second round."""
+        self.log[self.number].append("advance")
+        return self.number, 2
+
+    def finish(self):
+        """Return the sum."""
+        self.log[self.number].append("finish")
+        return self.sum
+
+
+def test_second_rounds_begin_in_the_order_of_the_buckets_at_polls(monkeypatch):
+    """All ranks start them in one order; nothing waits, and no second round begins twice."""
+    monkeypatch.setattr(bucket_sum, "BUCKET_BYTES", 1)
+    completed, log = set(), []
+
+    def wait(work):
+        completed.add(work)
+
+    collectives = SimpleNamespace(
+        all_reduce=lambda flags: (flags, 1), is_completed=completed.__contains__, wait=wait
+    )
+    buckets = BucketSum(
+        0, collectives, lambda layout: TwoRounds(layout, log), lambda _, call: call()
+    )
+    parameters = list(model().parameters())
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    buckets.poll()  # nothing has been started
+    buckets.start(parameters)
+    buckets.poll()
+    assert log == [["begin"]] * 3
+    completed.add((1, 1))
+    buckets.poll()
+    assert log == [["begin"]] * 3, "the first bucket comes first"
+    completed.add((0, 1))
+    for _ in range(2):
+        buckets.poll()
+        assert log == [["begin", "advance"], ["begin", "advance"], ["begin"]]
+    buckets.finish(parameters)
+    assert log == [["begin", "advance", "finish"]] * 3

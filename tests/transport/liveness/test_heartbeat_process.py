@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from tests.time_limits import HANG_S
 from torch.distributed import FileStore, HashStore
 
 from penstock.errors import RunError
-from penstock.transport.liveness.heartbeat_process import Peer, Pulse, process_state
+from penstock.transport.liveness import heartbeat_process
+from penstock.transport.liveness.heartbeat_process import Peer, Pulse, State, process_state
 from penstock.transport.liveness.heartbeats import Heartbeats
 
 SECRET = b"secret"
@@ -151,3 +154,149 @@ def test_the_state_of_a_process_tells_a_stop_by_a_signal():
         child.kill()
         child.communicate()
     assert process_state(child.pid) == "running"
+
+
+class Endpoint:
+    """A socket to which nothing arrives, which notes what is sent."""
+
+    def __init__(self) -> None:
+        self.sent = []
+
+    def fileno(self):
+        """A number that no other source has."""
+        return 77
+
+    def sendto(self, datagram, flags, address):
+        """Note the state of a heartbeat, and for whom it is."""
+        self.sent.append((json.loads(datagram[16:])[2], address))
+
+    def recv(self, count, flags):
+        """Nothing has arrived."""
+        raise BlockingIOError
+
+
+@pytest.fixture
+def loop(monkeypatch):
+    """The loop of the process, whose standard input, clock and reports the test sets."""
+    fake = SimpleNamespace(now_s=10.0, reports=[], input=[], parent=5, ends=[])
+    system = SimpleNamespace(
+        read=lambda fd, count: fake.input.pop(0),
+        getppid=lambda: fake.parent,
+        write=lambda fd, line: fake.reports.append(json.loads(line)),
+    )
+    clock = SimpleNamespace(monotonic=lambda: fake.now_s, sleep=fake.ends.append)
+    monkeypatch.setattr(heartbeat_process, "os", system)
+    monkeypatch.setattr(heartbeat_process, "time", clock)
+    monkeypatch.setattr(heartbeat_process, "process_state", lambda pid: State.RUNNING)
+    monkeypatch.setattr(heartbeat_process, "_watch_process", lambda pid: 99)
+    fake.endpoint = Endpoint()
+    fake.pulse = Pulse(0, SECRET, LIMIT_S)
+    fake.loop = heartbeat_process._Loop(fake.pulse, 5, fake.endpoint)
+    fake.monkeypatch = monkeypatch
+    return fake
+
+
+def test_commands_may_arrive_in_pieces_or_several_at_once(loop):
+    """A pipe has no lines. The time of the newest address counts for the warning."""
+    text = b'{"peers": {"1": ["a", 11]}}\n{"peers": {"2": ["b", "12"], "3": ["c", 13]}}\n"closed"\n'
+    for cut in (1, 10, 28, 29, len(text) - 1):
+        loop.loop.pending, loop.loop.ended = b"", None
+        loop.pulse.peers.clear()
+        loop.input += [text[:cut], text[cut:]]
+        loop.loop._read_command(20.0)
+        loop.loop._read_command(21.0)
+        addresses = {rank: peer.address for rank, peer in loop.pulse.peers.items()}
+        assert addresses == {1: ("a", 11), 2: ("b", 12), 3: ("c", 13)}
+        assert loop.pulse.peers[3].alive_s == (21.0 if cut < len(text) - 1 else 20.0)
+        assert loop.loop.begun_s == loop.pulse.peers[3].alive_s
+        assert loop.loop.ended is State.CLOSED
+    loop.input.append(b'"failed"\n')
+    loop.loop._read_command(22.0)
+    assert loop.loop.ended is State.FAILED
+    loop.input.append(b"")
+    loop.loop._read_command(22.0)
+    assert loop.loop.ended is State.DEAD
+
+
+def select_from(loop, rounds):
+    """Let the sources of each round be ready after its seconds."""
+    timeouts = []
+
+    def select(sources, _, __, timeout_s):
+        seconds, ready = rounds.pop(0)
+        timeouts.append(round(timeout_s, 3))
+        loop.now_s += seconds
+        return ready, [], []
+
+    loop.monkeypatch.setattr(heartbeat_process.select, "select", select)
+    return timeouts
+
+
+def test_a_rank_that_has_closed_is_not_dead_although_its_process_has_ended(loop):
+    """Both may be noticed at once; the farewell is said three times to all peers."""
+    loop.pulse.peers = {1: Peer(("a", 11)), 2: Peer(("b", 12))}
+    loop.input.append(b'"closed"\n')
+    select_from(loop, [(0.0, [0, 99])])
+    loop.loop.run()
+    farewell = [("closed", ("a", 11)), ("closed", ("b", 12))]
+    assert loop.endpoint.sent == farewell * 3
+    assert loop.ends == [0.05] * 3
+
+
+@pytest.mark.parametrize("by", ["descriptor", "parent"])
+def test_a_rank_that_ends_without_a_word_is_dead(loop, by):
+    """Where there is no descriptor of its process, the parent becomes another one."""
+    loop.pulse.peers = {1: Peer(("a", 11))}
+    if by == "parent":
+        loop.parent = 1
+    select_from(loop, [(0.0, [99] if by == "descriptor" else [])])
+    loop.loop.run()
+    assert loop.endpoint.sent == [("dead", ("a", 11))] * 3
+
+
+def test_heartbeats_are_half_a_second_apart_once_there_are_peers(loop):
+    """Before that nothing is sent. Datagrams in between do not move them."""
+    peers = b'{"peers": {"1": ["a", 11]}}\n'
+    loop.input += [peers, b'"closed"\n']
+    rounds = [(0.0, []), (0.125, [0]), (0.25, [77]), (0.125, []), (0.5, []), (0.0, [0])]
+    timeouts = select_from(loop, rounds)
+    loop.loop.run()
+    assert [state for state, _ in loop.endpoint.sent] == ["running"] * 2 + ["closed"] * 3
+    assert timeouts == [0.0, 0.5, 0.375, 0.125, 0.5, 0.5]
+
+
+def test_only_time_in_which_the_process_should_have_run_counts_as_delay(loop):
+    """More than two periods after the heartbeat was due, or after a long look that came before."""
+    delays = []
+    loop.pulse.delayed = delays.append
+    loop.loop.begun_s = loop.now_s
+    loop.input.append(b'"closed"\n')
+
+    def slow_beat(now_s):
+        loop.now_s += 4.0
+
+    rounds = [(0.0, []), (1.4, []), (1.6, []), (0.0, [0])]
+    select_from(loop, rounds)
+    loop.loop.run()
+    assert delays == [pytest.approx(1.1)]
+    delays.clear()
+    loop.loop.ended = None
+    loop.input.append(b'"closed"\n')
+    loop.loop._beat = slow_beat
+    select_from(loop, [(0.0, []), (0.9, []), (1.1, []), (0.0, [0])])
+    loop.loop.run()
+    assert delays == [pytest.approx(1.1)]
+
+
+def test_peers_of_which_nothing_was_heard_are_reported_once_after_the_limit(loop):
+    """From when the last address came."""
+    loop.pulse.peers = {
+        1: Peer(("a", 11), alive_s=0.0),
+        2: Peer(("b", 12), sequence=3, alive_s=99.0),
+    }
+    loop.loop.begun_s = 10.0
+    for now_s in (10.0, 14.9, 15.0, 20.0):
+        loop.loop._beat(now_s)
+        assert loop.reports == ([{"unheard": [1]}] if now_s >= 15.0 else [])
+    loop.loop._beat(104.1)
+    assert loop.reports[1:] == [{"lost": [{"rank": 2, "age_s": 5.1, "state": "running"}]}]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from types import SimpleNamespace
 
 import pytest
 from tests.time_limits import HANG_S
@@ -63,3 +64,134 @@ def test_a_host_that_no_longer_answers_is_lost(monkeypatch):
     monkeypatch.setattr(store_watch.socket, "create_connection", connect)
     with pytest.raises(RunError, match=r"rank 0 on host 10\.0\.0\.9 is missing: the host has not"):
         wait_for_store("10.0.0.9", 29500, timeout_s=HANG_S, limit_s=0.2)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that sleeps and connections move; and no rank of this host is looked at."""
+    fake = SimpleNamespace(now_s=100.0, looks=[])
+    fake.monotonic = lambda: fake.now_s
+    fake.sleep = lambda seconds: setattr(fake, "now_s", fake.now_s + seconds)
+    monkeypatch.setattr(store_watch, "time", fake)
+    siblings = SimpleNamespace(check=lambda ranks: fake.looks.append(list(ranks)))
+    monkeypatch.setattr(store_watch, "LostSiblings", lambda: siblings)
+    return fake
+
+
+@pytest.mark.parametrize("local_rank", ["0", "1", None])
+def test_silence_counts_from_the_last_answer_of_the_host(monkeypatch, clock, local_rank):
+    """Refusals are answers. One rank of a host says for whom it waits."""
+    told = []
+    progress = SimpleNamespace(look=lambda ranks: told.append(list(ranks)))
+    monkeypatch.setattr(store_watch, "JoinProgress", lambda limit_s: progress)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if local_rank is not None:
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+
+    def connect(address, limit_s):
+        clock.now_s += 0.4
+        raise ConnectionRefusedError if clock.now_s < 110 else TimeoutError
+
+    monkeypatch.setattr(store_watch.socket, "create_connection", connect)
+    with pytest.raises(RunError, match=r"has not answered for 5\.0 s, and the store"):
+        wait_for_store("10.0.0.9", 29500, timeout_s=300.0)
+    assert clock.now_s == pytest.approx(114.9)
+    assert clock.looks == [[0]] * 30
+    assert told == ([] if local_rank == "1" else [[0]] * 30)
+
+
+def test_a_host_that_never_answers_is_named_after_the_time_limit(monkeypatch, clock):
+    """It is not lost before: it may still start."""
+
+    def connect(address, limit_s):
+        clock.now_s += 0.9
+        raise TimeoutError
+
+    monkeypatch.setattr(store_watch.socket, "create_connection", connect)
+    with pytest.raises(RunError) as raised:
+        wait_for_store("10.0.0.9", 29500, timeout_s=20.0)
+    assert str(raised.value).startswith(
+        "rank 0 on host 10.0.0.9 did not join the run within 20 s: its store is to be at port 29500, "
+        "and the host has never answered."
+    )
+    assert 120.0 < clock.now_s <= 121.0
+
+
+class Done:
+    """The end of a watched block, after a number of looks; answers arrive in some of them."""
+
+    def __init__(self, watch, answered, exception_in_time) -> None:
+        self.watch, self.answered, self.exception_in_time = watch, list(answered), exception_in_time
+        self.waits = []
+
+    def set(self):
+        """The block has ended."""
+
+    def wait(self, seconds):
+        """Let a look pass."""
+        self.waits.append(seconds)
+        if seconds != store_watch.LOOK_S:
+            return self.exception_in_time
+        if not self.answered:
+            return True
+        self.watch._answers += self.answered.pop(0)
+        return False
+
+
+@pytest.fixture
+def watched(monkeypatch, clock):
+    """Let a watch look at answers, and return its reason, and what it closes and ends."""
+
+    def watched(answered, exception_in_time=True):
+        events = []
+        watch = StoreWatch(3, "h", 4242, "torchrun", limit_s=1.5)
+        watch._done = Done(watch, answered, exception_in_time)
+        monkeypatch.setattr(store_watch, "close_connections", events.append)
+        monkeypatch.setattr(store_watch, "write_line", events.append)
+        monkeypatch.setattr(store_watch.os, "_exit", events.append)
+        watch._watch()
+        return watch, events
+
+    return watched
+
+
+def test_a_store_is_lost_after_looks_in_a_row_without_an_answer(watched, clock):
+    """Three of half a second; one answer in between begins anew. The block may end before."""
+    watch, events = watched([1, 0, 0, 1, 0, 0, 2, 0, 0])
+    assert (watch._reason, events) == (None, [])
+    watch, events = watched([0, 0, 1, 0, 0, 0, 5, 5])
+    assert watch._reason == (
+        "torchrun on host h is missing: the store of the run, which it hosts at port 4242, has not "
+        "answered for 1.5 s (its host is lost, or it has been stopped by a signal)"
+    )
+    assert events == [4242]
+    assert len(watch._done.answered) == 2
+    _, events = watched([0, 0, 0], exception_in_time=False)
+    assert events == [4242, f"error: rank 3: {watch._reason}", 1]
+
+
+def test_a_lost_process_of_this_host_is_named_at_once(watched, clock, monkeypatch):
+    """Its own reason is better than that of the store."""
+
+    def lose(ranks):
+        raise RunError("rank 0 on host h (pid 7) has ended")
+
+    monkeypatch.setattr(store_watch, "LostSiblings", lambda: SimpleNamespace(check=lose))
+    watch, events = watched([1, 1])
+    assert watch._reason == "rank 0 on host h (pid 7) has ended"
+    assert events == [4242]
+
+
+@pytest.mark.parametrize("reason", [None, "lost"])
+@pytest.mark.parametrize("error", [None, ConnectionError("x"), KeyboardInterrupt()])
+def test_only_an_error_of_the_block_is_replaced_by_the_reason(reason, error):
+    """A block that has succeeded was not harmed, and Ctrl-C is the user's."""
+    watch = StoreWatch(3, "h", 4242, "rank 0")
+    watch._reason = reason
+    if reason is not None and isinstance(error, Exception):
+        with pytest.raises(RunError, match=r"^lost$") as raised:
+            watch.__exit__(type(error), error, None)
+        assert raised.value.__cause__ is error
+    else:
+        assert not watch.__exit__(type(error), error, None)
+    assert watch._done.is_set()

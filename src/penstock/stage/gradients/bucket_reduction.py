@@ -3,9 +3,13 @@
 A reduction has two rounds, each of which starts an operation of `ReplicaCollectives` and does not
 wait for it:
 
+    memory   returns new memory, which the caller fills with the gradients
     begin    starts the first round
     advance  when that has ended, starts the second one
-    finish   when that has ended, the bucket holds the sum
+    finish   when that has ended, returns the sum, whose memory belongs to the caller
+
+Gradients are copied once, into the memory that is sent; the sum becomes the gradients without a
+copy.
 
 | reduction | rounds | result |
 |---|---|---|
@@ -18,6 +22,8 @@ wait for it:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -30,24 +36,62 @@ from penstock.transport.wire import PendingWork
 _POWER_SGD_SEED = 0x5EED
 
 
+@dataclass(frozen=True)
+class BucketLayout:
+    """The gradients of a bucket, one after the other in a flat tensor.
+
+    Attributes:
+        shapes: of the gradients.
+        dtype: of all gradients.
+        device: of all gradients.
+    """
+
+    shapes: tuple[torch.Size, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @cached_property
+    def size(self) -> int:
+        """Number of elements of all gradients."""
+        return sum(shape.numel() for shape in self.shapes)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all gradients."""
+        return self.size * self.dtype.itemsize
+
+    def empty(self) -> Tensor:
+        """Return a flat tensor for all gradients, with arbitrary contents."""
+        return torch.empty(self.size, dtype=self.dtype, device=self.device)
+
+    def views(self, memory: Tensor) -> list[Tensor]:
+        """Return the place of each gradient in a flat tensor."""
+        parts = torch.split(memory, [shape.numel() for shape in self.shapes])
+        return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
+
+
 class Reduction(Protocol):
     """The reduction of one bucket, again in every step."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its memory, without the bucket."""
+        """Bytes of its memory during a reduction, with that of the bucket."""
+        ...
+
+    def memory(self) -> Tensor:
+        """Return flat memory for the gradients, in the dtype that is sent."""
         ...
 
     def begin(self) -> PendingWork:
-        """Start the first round with what the bucket holds."""
+        """Start the first round with what the memory holds."""
         ...
 
     def advance(self) -> PendingWork | None:
         """Start the second round; None if there is none."""
         ...
 
-    def finish(self) -> None:
-        """Store the sum in the bucket."""
+    def finish(self) -> Tensor:
+        """Return the sum, flat, in the dtype of the gradients. Its memory is not used again."""
         ...
 
     def reset(self) -> None:
@@ -55,8 +99,8 @@ class Reduction(Protocol):
         ...
 
 
-#: Makes the reduction of a bucket from its memory and the shapes of its tensors.
-ReductionFactory = Callable[[Tensor, Sequence[torch.Size]], Reduction]
+#: Makes the reduction of a bucket.
+ReductionFactory = Callable[[BucketLayout], Reduction]
 
 
 class AllReduce:
@@ -64,16 +108,22 @@ class AllReduce:
 
     Args:
         collectives: those of the replicas.
-        bucket: a flat tensor.
+        layout: of the bucket.
     """
 
-    def __init__(self, collectives: ReplicaCollectives, bucket: Tensor) -> None:
-        self._collectives, self._bucket = collectives, bucket
+    def __init__(self, collectives: ReplicaCollectives, layout: BucketLayout) -> None:
+        self._collectives, self._layout = collectives, layout
+        self._bucket = torch.empty(0)
 
     @property
     def nbytes(self) -> int:
         """See `Reduction.nbytes`."""
-        return 0
+        return self._layout.nbytes
+
+    def memory(self) -> Tensor:
+        """See `Reduction.memory`."""
+        self._bucket = self._layout.empty()
+        return self._bucket
 
     def begin(self) -> PendingWork:
         """See `Reduction.begin`."""
@@ -82,8 +132,10 @@ class AllReduce:
     def advance(self) -> None:
         """See `Reduction.advance`."""
 
-    def finish(self) -> None:
+    def finish(self) -> Tensor:
         """See `Reduction.finish`. The sum is there already."""
+        total, self._bucket = self._bucket, torch.empty(0)
+        return total
 
     def reset(self) -> None:
         """See `Reduction.reset`. Nothing is kept."""
@@ -94,36 +146,44 @@ class InRankOrder:
 
     Args:
         collectives: those of the replicas.
-        bucket: a flat tensor.
-        wire_dtype: of what is sent; that of the bucket if None.
+        layout: of the bucket.
+        wire_dtype: of what is sent; that of the gradients if None.
     """
 
     def __init__(
         self,
         collectives: ReplicaCollectives,
-        bucket: Tensor,
+        layout: BucketLayout,
         wire_dtype: torch.dtype | None = None,
     ) -> None:
-        self._collectives, self._bucket = collectives, bucket
-        count = collectives.count
-        length = -(-len(bucket) // count) * count
-        self._sent = torch.zeros(length, dtype=wire_dtype or bucket.dtype, device=bucket.device)
-        self._received = torch.empty_like(self._sent)
+        self._collectives, self._layout = collectives, layout
+        self._wire_dtype = wire_dtype or layout.dtype
+        # Padded: all pieces have one size.
+        self._length = -(-layout.size // collectives.count) * collectives.count
+        self._sent = self._received = torch.empty(0)
 
     @property
     def nbytes(self) -> int:
         """See `Reduction.nbytes`."""
-        return self._sent.nbytes + self._received.nbytes
+        wire_bytes = 2 * self._length * self._wire_dtype.itemsize
+        return wire_bytes + (0 if self._wire_dtype is self._layout.dtype else self._layout.nbytes)
+
+    def memory(self) -> Tensor:
+        """See `Reduction.memory`."""
+        device = self._layout.device
+        self._sent = torch.empty(self._length, dtype=self._wire_dtype, device=device)
+        self._sent[self._layout.size :] = 0
+        return self._sent[: self._layout.size]
 
     def begin(self) -> PendingWork:
         """See `Reduction.begin`."""
-        self._sent[: len(self._bucket)] = self._bucket
+        self._received = torch.empty_like(self._sent)
         return self._collectives.all_to_all(_bytes(self._received), _bytes(self._sent))
 
     def advance(self) -> PendingWork:
         """See `Reduction.advance`: sum the piece of this replica."""
         pieces = self._received.chunk(self._collectives.count)
-        total = pieces[0].to(self._bucket.dtype, copy=True)
+        total = pieces[0].to(self._layout.dtype, copy=True)
         for piece in pieces[1:]:
             total += piece
         # The memory of what was sent is free; what was received is overwritten by the gather.
@@ -131,9 +191,11 @@ class InRankOrder:
         piece.copy_(total)
         return self._collectives.all_gather(_bytes(self._received), _bytes(piece))
 
-    def finish(self) -> None:
+    def finish(self) -> Tensor:
         """See `Reduction.finish`."""
-        self._bucket.copy_(self._received[: len(self._bucket)])
+        total = self._received[: self._layout.size].to(self._layout.dtype)
+        self._sent = self._received = torch.empty(0)
+        return total
 
     def reset(self) -> None:
         """See `Reduction.reset`. Nothing is kept."""
@@ -166,24 +228,18 @@ class PowerSgd:
 
     Args:
         collectives: those of the replicas.
-        bucket: a flat tensor.
-        shapes: the shapes of its tensors.
+        layout: of the bucket.
         rank: number of columns of the factors.
     """
 
-    def __init__(
-        self,
-        collectives: ReplicaCollectives,
-        bucket: Tensor,
-        shapes: Sequence[torch.Size],
-        rank: int,
-    ) -> None:
-        self._collectives, self._bucket, self._rank = collectives, bucket, rank
-        self._error = torch.zeros_like(bucket)
+    def __init__(self, collectives: ReplicaCollectives, layout: BucketLayout, rank: int) -> None:
+        self._collectives, self._layout, self._rank = collectives, layout, rank
+        self._bucket = torch.empty(0)
+        self._error = layout.empty()
         matrices: list[tuple[int, int, int]] = []  # first element, rows, columns
         vectors: list[tuple[int, int]] = []  # first element, elements
         first = 0
-        for shape in shapes:
+        for shape in layout.shapes:
             rows = shape[0] if len(shape) > 1 else 1
             columns = shape.numel() // rows if rows else 0
             if min(rows, columns) > rank and (rows + columns) * rank < rows * columns:
@@ -191,15 +247,16 @@ class PowerSgd:
             else:
                 vectors.append((first, shape.numel()))
             first += shape.numel()
-        self._vectors = [bucket[start : start + count] for start, count in vectors]
-        self._matrices = [bucket[a : a + m * n].view(m, n) for a, m, n in matrices]
-        self._errors = [self._error[a : a + m * n].view(m, n) for a, m, n in matrices]
+        self._vector_places, self._matrix_places = vectors, matrices
+        self._vectors: list[Tensor] = []
+        self._matrices: list[Tensor] = []
+        self._errors = _matrices(self._error, matrices)
         left_count = sum(m for _, m, _ in matrices) * rank
         right_count = sum(n for *_, n in matrices) * rank
         vector_count = sum(count for _, count in vectors)
         # The left factors and the vectors are summed together in the first round.
-        self._first = bucket.new_empty(left_count + vector_count)
-        self._second = bucket.new_empty(right_count)
+        self._first = self._error.new_empty(left_count + vector_count)
+        self._second = self._error.new_empty(right_count)
         self._lefts = _factors(self._first, [m for _, m, _ in matrices], rank)
         self._rights = _factors(self._second, [n for *_, n in matrices], rank)
         self._plain = self._first[left_count:]
@@ -208,7 +265,14 @@ class PowerSgd:
     @property
     def nbytes(self) -> int:
         """See `Reduction.nbytes`."""
-        return self._error.nbytes + self._first.nbytes + self._second.nbytes
+        return 2 * self._error.nbytes + self._first.nbytes + self._second.nbytes
+
+    def memory(self) -> Tensor:
+        """See `Reduction.memory`."""
+        bucket = self._bucket = self._layout.empty()
+        self._vectors = [bucket[start : start + count] for start, count in self._vector_places]
+        self._matrices = _matrices(bucket, self._matrix_places)
+        return bucket
 
     def begin(self) -> PendingWork:
         """See `Reduction.begin`."""
@@ -228,15 +292,18 @@ class PowerSgd:
             torch.mm(matrix.t(), left, out=right)
         return self._collectives.all_reduce(self._second, second=True)
 
-    def finish(self) -> None:
+    def finish(self) -> Tensor:
         """See `Reduction.finish`."""
         for matrix, error, left, right in self._parts():
-            total = left @ right.t()
-            torch.sub(matrix, total, alpha=1 / self._collectives.count, out=error)
-            matrix.copy_(total)
+            product = left @ right.t()
+            torch.sub(matrix, product, alpha=1 / self._collectives.count, out=error)
+            matrix.copy_(product)
         if self._vectors:
             counts = [len(vector) for vector in self._vectors]
             torch._foreach_copy_(self._vectors, list(torch.split(self._plain, counts)))
+        total, self._bucket = self._bucket, torch.empty(0)
+        self._vectors, self._matrices = [], []
+        return total
 
     def reset(self) -> None:
         """See `Reduction.reset`: forget errors, and start from the first right factors."""
@@ -275,17 +342,17 @@ def reduction_factory(collectives: ReplicaCollectives, hook: str) -> ReductionFa
     kind, rank = parse_hook(hook)
     dtypes = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
-    def make(bucket: Tensor, shapes: Sequence[torch.Size]) -> Reduction:
+    def make(layout: BucketLayout) -> Reduction:
         """Make the reduction of a bucket. Only 32 and 64 bits are compressed."""
-        compressible = bucket.dtype in (torch.float32, torch.float64)
+        compressible = layout.dtype in (torch.float32, torch.float64)
         if kind == "powersgd" and compressible:
-            return PowerSgd(collectives, bucket, shapes, rank)
+            return PowerSgd(collectives, layout, rank)
         if kind in dtypes and compressible:
-            return LowPrecision(collectives, bucket, dtypes[kind])
+            return LowPrecision(collectives, layout, dtypes[kind])
         # The sum of two numbers does not depend on their order.
         if collectives.count == 2:
-            return AllReduce(collectives, bucket)
-        return InRankOrder(collectives, bucket)
+            return AllReduce(collectives, layout)
+        return InRankOrder(collectives, layout)
 
     return make
 
@@ -307,6 +374,11 @@ def parse_hook(hook: str) -> tuple[str, int]:
     if hook not in ("none", "fp16", "bf16"):
         raise ValueError(hook)
     return kind, 0
+
+
+def _matrices(memory: Tensor, places: Sequence[tuple[int, int, int]]) -> list[Tensor]:
+    """Return matrices in a flat tensor, each with its first element, rows and columns."""
+    return [memory[a : a + m * n].view(m, n) for a, m, n in places]
 
 
 def _factors(memory: Tensor, lengths: Sequence[int], rank: int) -> list[Tensor]:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from penstock.ranks.buckets import gradient_flags
 from penstock.simulate.overlapped_sums import BUCKET_BYTES
-from penstock.stage.gradients.bucket_reduction import Reduction, ReductionFactory
+from penstock.stage.gradients.bucket_reduction import BucketLayout, Reduction, ReductionFactory
 from penstock.stage.gradients.shared_memory_sum import dense
 from penstock.transport.replica_collectives import ReplicaCollectives
 from penstock.transport.wire import PendingWork
@@ -38,30 +38,47 @@ class Bucket:
 
     Attributes:
         parameters: the parameters.
-        memory: their gradients, one after the other.
-        views: the place of each gradient.
+        layout: of their gradients.
         reduction: how the bucket is summed.
         work: the operation that has been started; None before.
         rounds: number of rounds that have been started.
+        total: the sum, flat, once it is complete.
     """
 
     parameters: list[nn.Parameter]
-    memory: Tensor
-    views: list[Tensor]
+    layout: BucketLayout
     reduction: Reduction
     work: PendingWork | None = None
     rounds: int = 0
+    total: Tensor | None = None
     _contents: list[_Contents] = field(default_factory=list)
 
     def fill(self, stage: int) -> None:
-        """Copy the gradients into the bucket, zeros where there is none."""
+        """Copy the gradients into the memory of the reduction, zeros where there is none."""
         self._contents = [_contents(parameter) for parameter in self.parameters]
+        targets, sources = [], []
         with torch.no_grad():
-            for parameter, view in zip(self.parameters, self.views, strict=True):
+            views = self.layout.views(self.reduction.memory())
+            for parameter, view in zip(self.parameters, views, strict=True):
                 if parameter.grad is None:
                     view.zero_()
                 else:
-                    view.copy_(dense(parameter, stage))
+                    targets.append(view)
+                    sources.append(dense(parameter, stage))
+            if targets:
+                torch._foreach_copy_(targets, sources)
+
+    def take_sums(self) -> list[Tensor]:
+        """Return the sum of each gradient, and give up their memory."""
+        assert self.total is not None
+        views = self.layout.views(self.total)
+        self.total = None
+        sums = []
+        for parameter, view in zip(self.parameters, views, strict=True):
+            # Optimizers are slower on gradients with other strides than their parameter.
+            in_place = parameter.is_contiguous()
+            sums.append(view if in_place else torch.empty_like(parameter).copy_(view))
+        return sums
 
     def is_stale(self) -> bool:
         """Whether a gradient has changed since `fill`."""
@@ -102,8 +119,8 @@ class BucketSum:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the buckets and of their reductions."""
-        return sum(bucket.memory.nbytes + bucket.reduction.nbytes for bucket in self._buckets)
+        """Bytes of all reductions."""
+        return sum(bucket.reduction.nbytes for bucket in self._buckets)
 
     def watch(self, parameters: Sequence[nn.Parameter]) -> None:
         """Before the last backward: send each bucket when its gradients are complete."""
@@ -124,19 +141,30 @@ class BucketSum:
         if self._flags_work is None:
             self._send_all(parameters)
 
+    def poll(self) -> None:
+        """Start the second round of buckets whose first one has ended, in order, without
+        waiting.
+        """
+        for bucket in self._buckets:
+            if bucket.rounds == 2:
+                continue
+            if bucket.work is None or not self._collectives.is_completed(bucket.work):
+                return
+            self._advance(bucket)
+
     def finish(self, parameters: Sequence[nn.Parameter]) -> tuple[list[int], list[Tensor]]:
         """Wait for the sums.
 
         Returns:
-            For each parameter the number of replicas that have a gradient; and the sum, in the
-            memory of the gradient if there is one.
+            For each parameter the number of replicas that have a gradient; and the sum, in new
+            memory.
         """
         self.start(parameters)  # does nothing if it has been called
         self._waiting("the other replicas", self._complete)
         counts = self._read_flags()
         self._flags = self._flags_work = None
         self._next_bucket = 0
-        return counts, self._copy_out()
+        return counts, self._sums()
 
     def forget(self) -> None:
         """Drop the state of an unfinished sum."""
@@ -144,7 +172,7 @@ class BucketSum:
         self._flags = self._flags_work = None
         self._next_bucket = 0
         for bucket in self._buckets:
-            bucket.work, bucket.rounds = None, 0
+            bucket.work, bucket.rounds, bucket.total = None, 0, None
 
     def reset(self) -> None:
         """Forget what reductions have kept from earlier steps."""
@@ -176,15 +204,9 @@ class BucketSum:
 
     def _make_bucket(self, parameters: list[nn.Parameter]) -> Bucket:
         """Make a bucket of parameters of one dtype."""
-        counts = [parameter.numel() for parameter in parameters]
-        first = parameters[0]
-        memory = torch.zeros(sum(counts), dtype=first.dtype, device=first.device)
-        shapes = [parameter.shape for parameter in parameters]
-        views = [
-            part.view(shape)
-            for part, shape in zip(torch.split(memory, counts), shapes, strict=True)
-        ]
-        return Bucket(parameters, memory, views, self._make_reduction(memory, shapes))
+        shapes = tuple(parameter.shape for parameter in parameters)
+        layout = BucketLayout(shapes, parameters[0].dtype, parameters[0].device)
+        return Bucket(parameters, layout, self._make_reduction(layout))
 
     def _ready(self, parameter: nn.Parameter) -> None:
         """Note that a gradient is there; send the buckets that are full, in their order."""
@@ -194,7 +216,7 @@ class BucketSum:
         while self._next_bucket < len(self._buckets) and self._missing[self._next_bucket] <= 0:
             self._send(self._buckets[self._next_bucket])
             self._next_bucket += 1
-        self._poll()
+        self.poll()
 
     def _send(self, bucket: Bucket) -> None:
         """Start the first round of a bucket."""
@@ -214,17 +236,6 @@ class BucketSum:
         stale = [bucket.is_stale() for bucket in self._buckets]
         self._flags = torch.cat([has_grad, torch.tensor(stale, dtype=torch.uint8)]).int()
         self._flags_work = self._collectives.all_reduce(self._flags)
-
-    def _poll(self) -> None:
-        """Start the second round of buckets whose first one has ended, in order, without
-        waiting.
-        """
-        for bucket in self._buckets:
-            if bucket.rounds == 2:
-                continue
-            if bucket.work is None or not self._collectives.is_completed(bucket.work):
-                return
-            self._advance(bucket)
 
     def _advance(self, bucket: Bucket) -> None:
         """Start the second round of a bucket, after its first one."""
@@ -254,7 +265,7 @@ class BucketSum:
             if bucket.work is not None:
                 self._collectives.wait(bucket.work)
             with torch.no_grad():
-                bucket.reduction.finish()
+                bucket.total = bucket.reduction.finish()
             bucket.work, bucket.rounds = None, 0
 
     def _read_flags(self) -> list[int]:
@@ -262,18 +273,12 @@ class BucketSum:
         assert self._flags is not None
         return [int(flag) for flag in self._flags[: len(self._parameters)].tolist()]
 
-    def _copy_out(self) -> list[Tensor]:
-        """Copy the sums to the gradients; return them in the order of the parameters."""
+    def _sums(self) -> list[Tensor]:
+        """Return the sums in the order of the parameters."""
         sums: dict[nn.Parameter, Tensor] = {}
-        targets, sources = [], []
-        for bucket in self._buckets:
-            for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
-                grad = parameter.grad
-                sums[parameter] = torch.empty_like(parameter) if grad is None else grad
-                targets.append(sums[parameter])
-                sources.append(view)
         with torch.no_grad():
-            torch._foreach_copy_(targets, sources)
+            for bucket in self._buckets:
+                sums.update(zip(bucket.parameters, bucket.take_sums(), strict=True))
         return [sums[parameter].detach() for parameter in self._parameters]
 
     def _remove_hooks(self) -> None:

@@ -1,0 +1,101 @@
+"""The test of how losses add up: what it tries first, what it cannot test, and what it refuses."""
+
+from __future__ import annotations
+
+import warnings
+from types import SimpleNamespace
+
+import pytest
+
+from penstock.errors import SettingError
+from penstock.losses.additivity import AdditivityTest
+from penstock.losses.probe import Draws, Reading, ReturnsCount
+from penstock.losses.terms import Term
+
+
+def view_of(found, *, sizes=(1, 3), along_tokens=False, divisors=(2.0, 6.0, 8.0)):
+    """A view with readings, or an error of the loss."""
+
+    def readings(*, brief):
+        view.briefs.append(brief)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def evaluation(number):
+        return SimpleNamespace(terms=[Term(divisors[number])])
+
+    view = SimpleNamespace(
+        sizes=sizes,
+        along_tokens=along_tokens,
+        pair=(0, 1),
+        readings=readings,
+        evaluation=evaluation,
+        joined_evaluation=lambda: evaluation(2),
+        briefs=[],
+    )
+    return view
+
+
+#: Losses of the parts 2 and 6: a mean over samples, a sum, and by counts of 1 to 1.
+MEAN, SUM, HALF = (Reading(2.0, 6.0, joined, 1e-6) for joined in (5.0, 8.0, 4.0))
+
+
+def weightings(*views, has_counts=False, brief=False):
+    """How the loss adds up, without a warning."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return AdditivityTest().weightings(views, has_counts=has_counts, brief=brief)
+
+
+def test_a_mean_is_by_sizes_and_a_sum_by_one_each_over_samples_and_over_tokens():
+    """Both may differ; counts come first where the graph shows them."""
+    along = view_of([SUM], along_tokens=True)
+    assert weightings(view_of([MEAN]), along) == {False: "shares", True: "sums"}
+    assert weightings(view_of([MEAN]), has_counts=True) == {False: "counts"}
+    assert weightings(view_of([MEAN]), has_counts=False) == {False: "shares"}
+    equal = view_of([HALF], divisors=(4.0, 4.0, 8.0))
+    assert weightings(equal, has_counts=True) == {False: "counts"}
+    other = view_of([MEAN], divisors=(4.0, 4.0, 8.0))
+    assert weightings(other, has_counts=True) == {False: "shares"}
+    view = view_of([MEAN])
+    weightings(view, brief=True)
+    weightings(view)
+    assert view.briefs == [True, False]
+
+
+def test_what_fits_nowhere_is_refused_with_the_first_reading_that_does_not():
+    """Weights by counts are shown as those of a mean are."""
+    with pytest.raises(SettingError, match=r"losses 2 and 6, both joined have 4\. A mean over"):
+        weightings(view_of([MEAN, HALF]))
+    with pytest.raises(SettingError, match="both joined have 5"):
+        weightings(view_of([HALF, MEAN], divisors=(4.0, 4.0, 8.0)), has_counts=True)
+    with pytest.raises(SettingError, match="of 1 and 3 tokens"):
+        weightings(view_of([HALF], along_tokens=True))
+
+
+def test_a_bend_is_refused_though_all_values_add_up():
+    """It may lie elsewhere later."""
+    bent = Reading(2.0, 6.0, 5.0, 1e-6, nonlinear="Abs")
+    with pytest.raises(SettingError, match="abs acts on a value to which all samples"):
+        weightings(view_of([MEAN, bent]))
+
+
+def test_what_cannot_be_tested_is_missing_with_one_warning():
+    """Where the graph shows divisors the test is only a second opinion."""
+    assert weightings(view_of([])) == {}
+    for view in (view_of(ValueError("x")), view_of([MEAN], divisors=(1.0, 1.0, 0.0))):
+        assert weightings(view, has_counts=True) == {}
+    test = AdditivityTest()
+    for error, words in (
+        (Draws(), "draws random numbers, others"),
+        (ValueError("x"), r"raises on parts of a batch \(ValueError: x\)"),
+    ):
+        with pytest.warns(UserWarning, match=words):
+            assert AdditivityTest().weightings([view_of(error)], has_counts=False) == {}
+    views = [view_of(Draws()), view_of(Draws())]
+    with pytest.warns(UserWarning, match="draws random numbers") as caught:
+        test.weightings(views, has_counts=True)
+    assert len(caught) == 1
+    with pytest.raises(ReturnsCount):
+        weightings(view_of(ReturnsCount()))

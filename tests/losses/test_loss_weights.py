@@ -1,0 +1,170 @@
+"""Weights of micro-batches: those of the caller, counts of classes, and when a test is due."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+from torch.nn import functional
+
+from penstock.batches.batch import make_batch
+from penstock.errors import SettingError
+from penstock.losses.call import LossCall
+from penstock.losses.loss_weights import Knowledge, LossWeights, _as_number, _same_contents
+
+CPU = torch.device("cpu")
+
+
+def weights_of(loss, x, y, micro_batches=3, *, weights=None, number=0, loss_weight=None):
+    """The weights of a batch, and the batch."""
+    weights = LossWeights(LossCall(loss, CPU), loss_weight) if weights is None else weights
+    batch = make_batch(x, y, micro_batches, step=0, training=True)
+    value = batch.inputs[number].clone().requires_grad_() * 1
+    return weights.of(batch, number, value), batch
+
+
+LOSSES = {
+    "mean": functional.mse_loss,
+    "sum": lambda x, y: functional.mse_loss(x, y, reduction="sum"),
+    "masked": lambda x, y: (x - y)[y[:, 0] > 0].square().sum() / (y[:, 0] > 0).sum(),
+    "two means": lambda x, y: (x - y).square().mean() + x.abs().mean() / 3,
+    "counted": lambda x, y: ((x - y)[y[:, 0] > 0].square().sum(), (y[:, 0] > 0).sum()),
+    "half": lambda x, y: (x - y).square().sum() / len(x) / 2,
+    "opaque mean": lambda x, y: (x - y).square().exp().log().mean().reciprocal().reciprocal(),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("seed", range(3))
+def test_weighted_losses_of_micro_batches_add_up_to_that_of_the_batch(name, seed):
+    """Of unlike micro-batches, whichever runs first, and also from what was remembered."""
+    choose = random.Random(seed)
+    loss = LOSSES[name]
+    weights = LossWeights(LossCall(loss, CPU))
+    count = choose.randint(5, 8)
+    for step in range(5):
+        generator = torch.Generator().manual_seed(10 * seed + step)
+        x = torch.randn(count, 2, generator=generator, dtype=torch.float64)
+        y = torch.randn(count, 2, generator=generator, dtype=torch.float64)
+        y[choose.randrange(count)] = 1.0
+        numbers, batch = weights_of(loss, x, y, weights=weights, number=choose.randrange(3))
+        total = 0.0
+        for part, target, weight in zip(batch.inputs, batch.targets, numbers, strict=True):
+            value = loss(part, target)
+            value = value[0] if isinstance(value, tuple) else value
+            total += 0.0 if weight == 0 else float(value) * weight
+        whole = loss(x, y)
+        whole = whole[0] / whole[1] if isinstance(whole, tuple) else whole
+        assert total == pytest.approx(float(whole), rel=1e-6)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_classes_are_counted_anew_in_every_batch(weighted):
+    """Without ignored ones the weights are the shares themselves."""
+    class_weights = torch.tensor([0.5, 1.0, 3.0]) if weighted else None
+
+    def loss(output, target):
+        return functional.cross_entropy(output, target, class_weights, ignore_index=9)
+
+    weights = LossWeights(LossCall(loss, CPU))
+    generator = torch.Generator().manual_seed(0)
+    for step in range(6):
+        x = torch.randn(7, 3, generator=generator)
+        y = torch.randint(0, 3, (7,), generator=generator)
+        if step % 2:
+            y[:4] = 9
+        numbers, batch = weights_of(loss, x, y, weights=weights)
+        counts = [
+            sum(
+                0.0 if target == 9 else float(class_weights[target]) if weighted else 1.0
+                for target in part.tolist()
+            )
+            for part in batch.targets
+        ]
+        assert numbers == pytest.approx([count / sum(counts) for count in counts])
+        if not weighted and not step % 2:
+            assert numbers == batch.shares
+
+
+def test_a_single_micro_batch_has_its_share_and_the_callers_numbers_come_first():
+    """A total of 0 counts as the shares of samples."""
+    x, y = torch.ones(5, 2), torch.arange(10.0).reshape(5, 2)
+    assert weights_of(lambda *_: 1 / 0, x, y, 1)[0] == [1.0]
+    numbers, batch = weights_of(
+        functional.mse_loss, x, y, 2, loss_weight=lambda target: target.sum()
+    )
+    assert numbers == pytest.approx([15 / 45, 30 / 45])
+    assert batch.loss_counts == {0: 15.0, 1: 30.0}
+    numbers, batch = weights_of(functional.mse_loss, x, y, 2, loss_weight=lambda _: 0)
+    assert numbers == batch.shares == [0.6, 0.4]
+
+
+@pytest.mark.parametrize(
+    ("count", "words"),
+    [
+        (-1, "-1"),
+        (math.nan, "nan"),
+        (math.inf, "inf"),
+        (torch.tensor(math.inf), "inf"),
+        (True, "True"),
+        (torch.tensor([True]), "True"),
+        (torch.ones(2), "Tensor"),
+        ("3", "str"),
+        (None, "NoneType"),
+    ],
+)
+def test_what_is_no_finite_number_of_0_or_more_is_refused_with_its_micro_batch(count, words):
+    """An infinite weight would make those of all others NaN."""
+    with pytest.raises(SettingError, match=rf"for micro-batch 4 it returned {words}$"):
+        _as_number(count, 4)
+    for fine in (0, 2.5, torch.tensor(3), torch.tensor([[4.0]])):
+        assert _as_number(fine, 0) == float(fine)
+
+
+def test_tests_are_due_at_powers_of_two_and_always_where_only_they_tell():
+    """Up to batch 64; then at powers of two as well."""
+    weights = LossWeights(LossCall(functional.mse_loss, CPU))
+    due = {"graph": [], "test": []}
+    for batch in range(1, 300):
+        weights._batches = batch
+        for name, knowledge in (("graph", None), ("test", ("shares", "shares"))):
+            if weights._is_due(Knowledge(adds_up=knowledge)):
+                due[name].append(batch)
+    assert due["graph"] == [1, 2, 4, 8, 16, 32, 64, 128, 256]
+    assert due["test"] == [*range(1, 65), 128, 256]
+
+
+def test_knowledge_is_forgotten_where_there_are_too_many_forms():
+    """256 of them are kept."""
+    weights = LossWeights(LossCall(functional.mse_loss, CPU))
+    for key in range(256):
+        weights._remember(key, Knowledge())
+    assert len(weights._knowledge_by_key) == 256
+    weights._remember("more", Knowledge(weights=[1.0]))
+    assert weights._knowledge_by_key == {"more": Knowledge(weights=[1.0])}
+
+
+def test_a_loss_with_another_divisor_than_its_weight_assumes_is_refused():
+    """Up to rounding; other forms of a loss are not looked at."""
+    weights = LossWeights(LossCall(functional.mse_loss, CPU))
+    batch = make_batch(torch.ones(4, 2), torch.ones(4, 2), 2, step=0, training=True)
+    x = torch.ones(2, 2, requires_grad=True)
+    weights.check(batch, 0, x.mean())
+    batch.loss_counts = {0: 4.0, 1: 5.0}
+    weights.check(batch, 0, x.mean())
+    weights.check(batch, 1, x.mean() * 0.8)
+    weights.check(batch, 1, x.mean().detach())
+    weights.check(batch, 1, x.mean() + x.sum())
+    weights.check(batch, 1, x.mean().sqrt())
+    with pytest.raises(SettingError, match="the loss of micro-batch 1 is divided by 4, and 5 was"):
+        weights.check(batch, 1, x.mean())
+
+
+def test_contents_are_the_same_in_any_order_and_number():
+    """Targets are flattened or turned by losses."""
+    one = torch.tensor([[1, 2], [3, 3]])
+    assert _same_contents(one, torch.tensor([3, 1, 3, 2]))
+    assert not _same_contents(one, torch.tensor([3, 1, 2, 2]))
+    assert not _same_contents(one, torch.tensor([1, 2, 3]))
