@@ -247,7 +247,7 @@ def test_the_lower_bound_of_a_search_is_the_average_rank_or_the_layers_that_must
 def test_a_search_under_limits_finds_most_cuts_that_fit():
     """Limits that all cuts but a few exceed; a search that counts bytes wrongly finds hardly any."""
     solved = possible = 0
-    for seed in range(60):
+    for seed in range(25):
         rng = np.random.default_rng(seed)
         layer_bytes = rng.integers(1, 9, 12)
         options = {"fixed_bytes": layer_bytes, "limits": [layer_bytes.sum() / 3 + 4] * 3}
@@ -260,5 +260,5 @@ def test_a_search_under_limits_finds_most_cuts_that_fit():
             result = looped_with_bound(seconds, 3, 2, **options)
         possible += 1
         solved += result is not None and result.bottleneck <= 1.1 * exact.bottleneck
-    assert possible >= 50
+    assert possible >= 20
     assert solved >= 0.8 * possible

@@ -11,7 +11,8 @@ from tests.schedule.custom_schedules import custom_schedules
 
 from penstock.schedule.catalogue import schedule
 from penstock.schedule.op import Kind, Op, Schedule
-from penstock.schedule.updates import with_batch_updates, with_updates
+from penstock.schedule.streaming.streams import Stream, Waves
+from penstock.schedule.updates import awaited_update, with_batch_updates, with_updates
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import simulate_schedule
 from penstock.verify.verify import verify
@@ -103,3 +104,18 @@ def test_in_a_stream_a_copy_updates_as_often_as_it_has_batches():
     """Batches 1 and 3 of four: its own versions 1 and 2."""
     (ops,) = Schedule.parse("0F1 0F3 0B1 0B3").programs
     assert " ".join(map(str, with_batch_updates(ops, 1))) == "0F1 0F3 0B1 0U1 0B3 0U2"
+
+
+def test_the_last_update_of_a_wave_waits_for_that_of_the_others_some_waves_earlier():
+    """Inside a wave it waits for no other copy, and in the first waves there is none to wait for."""
+    for length, distance in ((1, 0), (2, 0), (2, 1), (3, 2)):
+        stream = Stream(12, waves=Waves(length, distance))
+        for version in range(1, 13):
+            update = Op(Kind.U, 1, version)
+            awaited = version - length * distance
+            expected = None
+            if version % length == 0 and awaited > 0:
+                expected = Op(Kind.U, 1, awaited)
+            assert awaited_update(update, stream) == expected
+    assert awaited_update(Op(Kind.U, 1, 3), None) == Op(Kind.U, 1, 3)
+    assert awaited_update(Op(Kind.U, 1, 3), Stream(12)) == Op(Kind.U, 1, 3)

@@ -296,7 +296,8 @@ def test_each_slice_is_a_message_with_the_bytes_of_a_slice(ranks_per_host):
     _, host_costs = costs(a_profile(), "cpu", "seq1f1b", ranks_per_host=ranks_per_host, slices=2)
     flight_s = 0.5 + 100 / 1000 if ranks_per_host == 1 else 0.5
     assert host_costs.transfer == (2 * flight_s,)
-    message_s = 100 * NETWORK_S_PER_BYTE if ranks_per_host == 1 else 0.5 + 100 / 1000
+    network_s = NETWORK_SEND_S + 100 * NETWORK_S_PER_BYTE
+    message_s = network_s if ranks_per_host == 1 else 0.5 + 100 / 1000
     sent = [entry[0] if isinstance(entry, tuple) else entry for entry in host_costs.forward]
     assert sent[0] == pytest.approx(4 + 2 * (SEND_S + message_s))
 
@@ -363,7 +364,8 @@ def test_slices_of_pipelines_inside_hosts_and_between_them_are_messages_of_their
     for number, first in enumerate(case_schedule.slicing.first_of):
         pair = [case_schedule.placement[stage, first] for stage in range(2)]
         is_inside = len({(0, 0, 1, 2)[rank] for rank in pair}) == 1
-        slice_s = 0.5 + 100 / 1000 if is_inside else 100 * NETWORK_S_PER_BYTE
+        network_s = NETWORK_SEND_S + 100 * NETWORK_S_PER_BYTE
+        slice_s = 0.5 + 100 / 1000 if is_inside else network_s
         receive_s = 0.0 if is_inside else 100 * NETWORK_S_PER_BYTE
         forward = [entry[number] for entry in stage_costs.forward]
         assert forward[0] == pytest.approx(4 + 2 * (SEND_S + slice_s))

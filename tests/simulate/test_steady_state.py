@@ -274,3 +274,12 @@ def test_no_stretch_has_more_ops_than_the_limit(monkeypatch):
         assert lengths[-1] <= limit
         assert 2 * lengths[-1] > limit
         assert all(later == 2 * length for length, later in pairwise(lengths))
+
+
+@pytest.mark.parametrize("name", STREAMS)
+@pytest.mark.parametrize("slowest", [0, 3])
+def test_the_timeline_starts_with_its_earliest_op(name, slowest):
+    """Whichever rank that is on."""
+    seconds = [4.0 if stage == slowest else 1.0 for stage in range(4)]
+    timeline = steady(schedule(name, 4, 4), Costs(forward=seconds, transfer=0.5)).timeline
+    assert min(event.start for event in timeline.events) == 0

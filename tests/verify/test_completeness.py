@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.errors import Finding
-from penstock.schedule.op import Schedule
+from penstock.schedule.op import Kind, Op, Schedule
 from penstock.verify.completeness import completeness_findings
 
 STAGES = "they count from 0 without gaps"
@@ -95,3 +95,12 @@ def test_numbers_below_0_are_findings_of_their_own():
         first, *_ = completeness_findings(case)
         message = f"{wrong} on rank 1: stages and micro-batches count from 0"
         assert first == Finding("numbers", message, 1, str(wrong))
+
+
+@pytest.mark.parametrize("negative", [Op(Kind.F, -1, 0), Op(Kind.F, 0, -1), Op(Kind.B, 0, -2)])
+def test_a_negative_number_is_no_gap_in_the_others(negative):
+    """It is reported itself; numbers from 0 on have no gap then."""
+    sound = Schedule.parse("0F0 0B0 0U1").programs[0]
+    findings = list(completeness_findings(Schedule(((negative, *sound),))))
+    assert ("numbers", str(negative)) in [(finding.rule, finding.op) for finding in findings]
+    assert not [finding for finding in findings if "no op at all" in str(finding)]
