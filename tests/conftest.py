@@ -82,10 +82,10 @@ def functions_by_value(request: pytest.FixtureRequest) -> Iterator[None]:
 
 def pytest_collection_finish() -> None:
     """Exclude what was imported and collected from garbage collections, which else walk through
-    millions of objects again and again. Collect a tenth as often as by default: what tests import
-    later is walked through too, in which 7 to 12 % of the time of all tests was spent.
+    millions of objects again and again; the garbage among it too, as to look for it takes seconds.
+    Collect a tenth as often as by default: what tests import later is walked through too, in which 7
+    to 12 % of the time of all tests was spent.
     """
-    gc.collect()
     gc.enable()
     gc.freeze()
     gc.set_threshold(7000, 10, 10)

@@ -209,6 +209,7 @@ class EventArrays:
             self.ops.kind[compute],
             self.ops.stage[compute],
             self.ops.micro_batch[compute],
+            # Where the ops of each rank begin among those that are left.
             np.searchsorted(compute, self.ops.first),
         )
         busy = EventArrays(compute_ops, start, end).busy

@@ -157,6 +157,7 @@ def _split_gap(
         wait_start = gap_start
         if event.wait_s is not None:
             wait_start = max(gap_start, event.start - event.wait_s)
+        # Clamped to the gap: the value may have been computed, or have arrived, before it.
         wait_end = min(max(transfer.end, wait_start), event.start)
         computed = min(max(producer_end, wait_start), wait_end)
     parts = (

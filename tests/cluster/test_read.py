@@ -245,7 +245,7 @@ trees = st.recursive(
 
 
 @given(st.dictionaries(keys, trees, max_size=6))
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 def test_nonsense_is_refused_and_never_crashes(tmp_path_factory, tree):
     """A traceback would not show which line is wrong."""
     import yaml

@@ -66,7 +66,7 @@ def clusters(draw):
 
 
 @given(clusters())
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=80)
 def test_what_is_written_reads_back_equal(tmp_path_factory, topology):
     """A cluster that changes on its way through a file changes every plan that is made for it."""
     path = tmp_path_factory.mktemp("clusters") / "any.yaml"

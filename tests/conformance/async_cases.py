@@ -147,7 +147,7 @@ class Case:
     reference: dict[str, Any] = field(default_factory=dict)
     recompute: str = "never"
     dtype: torch.dtype = torch.float64
-    updates: int = 24
+    updates: int = 16
 
     def __str__(self) -> str:
         options_text = "".join(

@@ -56,6 +56,12 @@ GRID = [
     for key, schedule, case, recompute in points()
 ]
 AT_8 = one_of_each(8)
+#: Schedules that are made in smaller sizes, too.
+IN_SMALLER_SIZES = {
+    schedule.name
+    for schedule in EVERY.values()
+    if (schedule.stages, schedule.micro_batches) != WHOLE
+}
 
 
 @cache
@@ -174,12 +180,14 @@ def test_the_reference_itself_adds_up_as_autograd_does():
 @pytest.mark.parametrize(("schedule", "name", "recompute"), GRID)
 def test_losses_gradients_and_buffers_equal_plain_training_to_the_bit(schedule, name, recompute):
     """Splitting work over stages must not change what is learned; the second step shows that
-    nothing is left of the first.
+    nothing is left of the first. In the largest size the smaller ones have shown it already.
     """
     pipe, model, x, y = pipeline(name, schedule, recompute)
     copied = max(map(len, schedule.ranks_of_stage)) > 1
     first_copies = SeenByFirstCopies(schedule, pipe.setting.lengths, name) if copied else None
-    for loss, parts, buffers in expected(name, 10, schedule.micro_batches):
+    is_largest = (schedule.stages, schedule.micro_batches) == WHOLE
+    steps = 1 if is_largest and schedule.name in IN_SMALLER_SIZES and not copied else 2
+    for loss, parts, buffers in expected(name, 10, schedule.micro_batches)[:steps]:
         pipe.zero_grad()
         assert torch.equal(pipe.train_batch(x, y), loss)
         assert wrong_gradients(pipe, model, parts) == []

@@ -29,7 +29,7 @@ SCHEDULES = [
 ]
 #: Schedules with two copies of each stage.
 COPIES = ["chimera", "gems", "dualpipe"]
-CHAINS = 120
+CHAINS = 80
 SAMPLES = 10  # uneven in 3 and 4 micro-batches, and never a single sample (batch norm)
 
 

@@ -214,7 +214,7 @@ def same(a: Result, b: Result) -> None:
         assert one is None or torch.equal(one, other)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     st.data(),
     st.lists(st.sampled_from(list(KINDS)), min_size=1, max_size=6),

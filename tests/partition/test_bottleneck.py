@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from penstock.errors import PartitionError
 from penstock.partition.balanced import partition_balanced
 from penstock.partition.block import block_partition
-from penstock.partition.bottleneck import minimax
+from penstock.partition.bottleneck import minimax, transfer_of
 from penstock.partition.catalogue import partition
+from penstock.profile.profile import LayerProfile, Profile, Timing
 
 WHOLE = st.one_of(st.just(0), st.integers(0, 3), st.integers(0, 1000))
 REAL = st.one_of(
@@ -291,3 +292,24 @@ def test_an_endless_bandwidth_leaves_only_the_latency(make_profile):
     assert partition(
         make_profile([1, 1, 1, 1]), 2, bandwidth_bytes_per_s=float("inf"), latency_s=7.0
     ) == [2, 2]
+
+
+def test_of_equal_loads_the_most_even_layer_counts_win():
+    """Layers of no cost may stand anywhere: [2, 2] and not [1, 3] or [3, 1]."""
+    assert minimax([1, 0, 0, 1], 2) == [2, 2]
+    assert minimax([1, 0, 0, 0, 0, 1], 2) == [3, 3]
+    assert minimax([1, 0, 0, 1, 0, 0, 1, 0, 0], 3) == [3, 3, 3]
+
+
+def test_transfers_take_the_latency_and_the_bytes_of_a_micro_batch():
+    """At every boundary; the output of the last layer crosses none."""
+    layers = tuple(
+        LayerProfile(
+            f"l{number}", "L", *(Timing((1,), (1.0,)),) * 4, 0, 0, 0, 0.0, 10.0 * (number + 1)
+        )
+        for number in range(3)
+    )
+    profile = Profile(layers, "f", 7.0, 1)
+    options = {"bandwidth_bytes_per_s": 5.0, "latency_s": 0.25}
+    assert transfer_of(profile, 2.0, options) == [0.25 + 4.0, 0.25 + 8.0]
+    assert transfer_of(profile, 2.0, {}) is None

@@ -82,7 +82,7 @@ def fits(case, lengths):
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 @given(case=chains())
 def test_no_cut_that_fits_is_better_and_none_is_missed(case, overlap):
     """The planner believes "None" to mean that no cut fits, and else that no other has a faster
@@ -103,7 +103,7 @@ def test_no_cut_that_fits_is_better_and_none_is_missed(case, overlap):
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(case=chains(st.integers(0, 5)))
 def test_among_equals_the_rest_has_the_most_slack(case, overlap):
     """Whole numbers, so that ties are common and sums exact: the sum of squares decides, and counts
@@ -126,7 +126,7 @@ def test_among_equals_the_rest_has_the_most_slack(case, overlap):
     )
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(case=chains())
 def test_least_excess_is_the_least_that_must_be_added_to_the_fullest_rank(case):
     """When nothing fits, the message names this cut: no other is content with fewer bytes more."""

@@ -96,7 +96,7 @@ def test_no_order_and_no_cut_have_a_faster_slowest_stage(case):
 
 @pytest.mark.usefixtures("loops")
 @pytest.mark.parametrize("pairs", ["furthest", "beam"])
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=40)
 @given(case=chains())
 def test_the_larger_searches_give_what_fits_and_are_no_better_than_possible(pairs, case):
     """They may miss a cut whose next stage would be a single layer that is too much for its rank,

@@ -65,3 +65,14 @@ def test_waiting_weight_gradients_are_counted_by_their_way_and_three_ops_are_two
     assert [str(op) for op in line.ops(9)][-3:] == ["4W0", "1W0", "4W1"]
     chain = pen((1, "F0&F1&B0"))
     assert {tuple(map(str, pair)) for pair in chain.pairs(1)} == {("1F0", "4F0"), ("4F0", "1B0")}
+
+
+def test_a_pair_needs_both_of_its_ops():
+    """The first or the second may be of a micro-batch beyond the last."""
+    line = pen((1, "F0 F0 F1 F0&B1 F1&B0"), first=(0, 1))
+    pairs = {(str(first), str(second)) for first, second in line.pairs(3)}
+    assert pairs == {("1F2", "4B1"), ("4F2", "1B0")}
+    assert {str(first) for first, _ in line.pairs(2)} == set()
+    line = pen((1, "F0&F1"), first=(0, 3))
+    assert line.pairs(3) == set()
+    assert len(line.pairs(4)) == 1

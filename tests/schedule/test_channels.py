@@ -83,7 +83,7 @@ def plays_through(programs, depth, waves=None):
 
 
 @given(custom_schedules() | custom_streams())
-@settings(deadline=None, max_examples=250)
+@settings(deadline=None, max_examples=120)
 def test_channel_depth_is_the_least_with_which_blocking_channels_play_through(schedule):
     """A depth too small hangs the user of another library; one too large refuses a schedule that
     would run.

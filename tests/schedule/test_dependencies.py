@@ -29,7 +29,7 @@ def random_units(schedule, rng):
 
 
 @given(rich_schedules(), st.randoms(use_true_random=False))
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=80)
 def test_an_op_starts_when_all_that_it_waits_for_has_ended(schedule, rng):
     """Against the slow simulator: a predecessor too few or too many, and verify, lower or simulate
     would be wrong without any error.

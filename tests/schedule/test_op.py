@@ -108,6 +108,7 @@ def test_facts_of_a_schedule_follow_from_where_ops_stand():
     assert schedule.placement == {(0, 0): 0, (1, 0): 0, (1, 1): 0, (0, 1): 1}
     assert schedule.stages_of_rank == ((0, 1), (0,), ())
     assert schedule.ranks_of_stage == ((0, 1), (0,))
+    assert schedule.copies == 2
     assert not Schedule.parse("0F0 0B0 0U1").splits_backward
 
 

@@ -1,4 +1,4 @@
-"""Random models on random clusters, small enough to simulate by the hundred."""
+"""Random models on random clusters, small enough to simulate by the hundred; and simple plans."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from itertools import pairwise
 from hypothesis import strategies as st
 
 from penstock.cluster.cluster import Cluster, Device, Link
+from penstock.plan.plan import Plan
 from penstock.profile.profile import LayerProfile, Profile, Timing
+from penstock.search.catalogue import plan as search
 
 #: Peaks by which one profile is paced for two kinds of devices: the second takes as long and a
 #: half.
@@ -110,3 +112,16 @@ def cuts(layers: int, stages: int) -> st.SearchStrategy[tuple[int, ...]]:
     )
     ends = inner.map(lambda found: [0, *sorted(found), layers])
     return ends.map(lambda found: tuple(b - a for a, b in pairwise(found)))
+
+
+def plan(profile: Profile, cluster: Cluster, batch: int, **options: object) -> Plan:
+    """With one copy of every stage, unless a test is about copies."""
+    return search(profile, cluster, batch, **{"max_replicas": 1, "budget_s": 1000.0, **options})
+
+
+def cluster_of(
+    ranks: int, latency_s: float = 0.0, bandwidth: float = 1e12, memory: int = 10**12
+) -> Cluster:
+    """So many equal devices, one on each node."""
+    link = Link(latency_s, bandwidth)
+    return Cluster("c", (Device("d", memory),) * ranks, 1, link, link)

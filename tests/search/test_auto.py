@@ -3,14 +3,13 @@
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.search.random_requests import cluster_of, plan
 
-from penstock.cluster.cluster import Cluster, Device, Link
 from penstock.errors import PlanError, ScheduleError
 from penstock.partition.catalogue import partition
 from penstock.schedule.catalogue import schedule
 from penstock.schedule.recompute import Recompute
 from penstock.search.build_plan import ROWS
-from penstock.search.catalogue import plan as search
 from penstock.search.instantiate import CLOSE
 from penstock.search.request import MICRO_BATCHES
 from penstock.search.schedules import schedules
@@ -19,17 +18,6 @@ from penstock.simulate.simulate import peak_memory, simulate_schedule
 from penstock.simulate.steady_state import steady
 
 BASIC = ("gpipe", "1f1b", "naive")
-
-
-def plan(profile, cluster, batch, **options):
-    """With one copy of every stage, unless a test is about copies."""
-    return search(profile, cluster, batch, **{"max_replicas": 1, "budget_s": 1000.0, **options})
-
-
-def cluster_of(ranks, latency_s=0.0, bandwidth=1e12, memory=10**12):
-    """So many equal devices, one on each node."""
-    link = Link(latency_s, bandwidth)
-    return Cluster("c", (Device("d", memory),) * ranks, 1, link, link)
 
 
 def every_way(profile, cluster, batch, names=BASIC, recompute=("never",)):

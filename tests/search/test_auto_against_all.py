@@ -5,10 +5,10 @@ from itertools import combinations, count
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.search.random_requests import clusters, profiles
+from tests.search.random_requests import cluster_of, clusters, plan, profiles
 from tests.search.random_requests import links as random_links
 
-from penstock.cluster.cluster import Cluster, Device, Link
+from penstock.cluster.cluster import Cluster, Device
 from penstock.errors import PlanError
 from penstock.search.catalogue import plan as search
 from penstock.search.compare import compare
@@ -18,17 +18,6 @@ from penstock.search.proposal import Proposal
 from penstock.search.request import MICRO_BATCHES, PlanRequest
 from penstock.simulate.plan_costs import simulate_plan
 from penstock.synthesis import deadline
-
-
-def plan(profile, cluster, batch, **options):
-    """With one copy of every stage, unless a test is about copies."""
-    return search(profile, cluster, batch, **{"max_replicas": 1, "budget_s": 1000.0, **options})
-
-
-def cluster_of(ranks, latency_s=0.0, bandwidth=1e12, memory=10**12):
-    """So many equal devices, one on each node."""
-    link = Link(latency_s, bandwidth)
-    return Cluster("c", (Device("d", memory),) * ranks, 1, link, link)
 
 
 @settings(max_examples=5, deadline=None)

@@ -173,7 +173,7 @@ def cases(draw, **options):
 
 
 @given(cases())
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 def test_every_start_and_end_agrees_with_the_slow_simulator(case):
     """Copies, pairs, slices, evictions, costs by micro-batch and links of every sort, all in one:
     where features meet, they break.
@@ -196,7 +196,7 @@ def test_every_start_and_end_agrees_with_the_slow_simulator(case):
 
 
 @given(cases())
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=25)
 def test_busy_time_is_the_union_of_a_rank_s_ops(case):
     """A pair's seconds are counted once: two ops share them."""
     case_schedule, costs, overlap, recompute = case
@@ -313,7 +313,7 @@ def check_memory(case, known):
 
 
 @given(cases(amounts=AMOUNTS.map(lambda x: x + 0.25)), st.booleans())
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 def test_memory_over_time_agrees_with_sums_of_what_is_held(case, known):
     """Against the plainest way there is."""
     check_memory(case, known)

@@ -10,12 +10,14 @@ from hypothesis import strategies as st
 from tests.schedule.custom_schedules import custom_schedules
 from tests.simulate.slow import Slow
 
+from penstock import compiled
 from penstock.errors import ScheduleError, SettingError
 from penstock.event import Event
 from penstock.schedule.catalogue import schedule
 from penstock.schedule.op import Kind, Op, Schedule
 from penstock.simulate.costs import LINKS, Costs
-from penstock.simulate.simulate import simulate_schedule
+from penstock.simulate.network import Network
+from penstock.simulate.simulate import peak_memory, simulate_schedule
 from penstock.verify.verify import verify
 
 
@@ -114,7 +116,7 @@ FAMILIES = st.builds(
     st.booleans(),
     st.sampled_from(["never", "except_last", "always"]),
 )
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 def test_every_start_and_end_agrees_with_the_reference(case, overlap, recompute):
     """Two simulators by two roads: a longest path over a graph, and ranks that step until they are
     done.
@@ -357,3 +359,56 @@ def test_two_messages_in_opposite_directions_share_what_is_not_duplex(links, sec
     line = simulate_schedule(case_schedule, costs)
     arrivals = sorted(e.end for e in line.events if e.to_rank is not None and e.op.kind is Kind.F)
     assert arrivals == [3.0, second]
+
+
+def test_messages_use_the_network_of_hosts_and_buffers_count_where_the_costs_say_so():
+    """Two replicas on one host share its card; on three hosts each has one."""
+    text = "0F0 0B0 0U1\n0F1 0B1 0U1\n1F0 1F1 1B0 1B1 1U1"
+    for hosts, makespan in (((0, 0, 1), 19.0), ((0, 1, 2), 19.0), ((0, 0, 0), 16.0)):
+        costs = Costs(1, 2, transfer=3.0, network=Network(hosts, 0.0))
+        timeline = simulate_schedule(Schedule.parse(text), costs)
+        starts = {str(event.op): event.start for event in timeline.compute}
+        # The card of the receiver carries one message after the other.
+        assert starts["1F1"] == (4.0 if len(set(hosts)) == 1 else 7.0) + (
+            1.0 if len(set(hosts)) == 1 else 0.0
+        )
+        assert timeline.makespan <= makespan
+    costs = Costs(1, 2, transfer=3.0, activation_bytes=5.0, boundary_bytes=7.0)
+    pipeline = schedule("gpipe", 2, 2)
+    with_buffers = simulate_schedule(pipeline, costs).peak_memory
+    bare = simulate_schedule(pipeline, replace(costs, boundary_buffers=False)).peak_memory
+    assert bare == peak_memory(pipeline, costs) == (10, 10)
+    assert with_buffers[0] > 10
+
+
+@pytest.mark.parametrize("links", ["shared", "half-duplex"])
+def test_a_schedule_is_simulated_again_with_the_same_times(links, monkeypatch):
+    """What the compiled loop over messages counts down is not what the schedule has cached."""
+    monkeypatch.setattr(compiled, "is_worth_compiling", lambda *_: True)
+    pipeline, costs = schedule("1f1b", 3, 4), Costs(1, 2, transfer=0.75, links=links)
+    first = simulate_schedule(pipeline, costs)
+    assert simulate_schedule(pipeline, costs).events == first.events
+
+
+def test_half_duplex_pairs_that_have_a_rank_in_common_do_not_share_a_medium():
+    """Rank 0 sends to ranks 1 and 2 at the same second."""
+    text = "0F0 0F1 0B0 0B1 0U1\n1F0 1B0 1U1\n1F1 1B1 1U1"
+    costs = Costs(1, 2, transfer=5.0, links="half-duplex")
+    starts = {
+        str(event.op): event.start
+        for event in simulate_schedule(Schedule.parse(text), costs).compute
+    }
+    assert (starts["1F0"], starts["1F1"]) == (6.0, 7.0)
+
+
+@pytest.mark.parametrize(
+    ("recompute", "peak"), [("never", 20), ("except_last", 20), ("always", 13)]
+)
+def test_peaks_without_times_follow_the_recompute_policy(recompute, peak):
+    """Two micro-batches of 10 bytes, or their inputs of 3 and one that runs again; the last one
+    saves all where it does not.
+    """
+    costs = Costs(1, 2, activation_bytes=10.0, input_bytes=3.0)
+    gpipe = schedule("gpipe", 1, 2)
+    assert peak_memory(gpipe, costs, recompute) == (peak,)
+    assert simulate_schedule(gpipe, costs, recompute=recompute).peak_memory == (peak,)

@@ -109,7 +109,7 @@ def test_the_timeline_has_whole_batches_and_nothing_else():
     assert min(event.start for event in steady_state.timeline.events) == 0
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(st.data(), st.sampled_from(STREAMS), st.integers(1, 4), st.integers(1, 8))
 def test_it_is_what_a_long_stream_takes(data, name, stages, micro_batches):
     """However stages and hops differ: the long way round, by batches that lie far apart, says the

@@ -16,6 +16,7 @@ from penstock.schedule.catalogue import schedule
 from penstock.schedule.op import Schedule
 from penstock.simulate import sweep as many
 from penstock.simulate.costs import FIELDS, Costs
+from penstock.simulate.network import Network
 from penstock.simulate.simulate import simulate_schedule
 from penstock.simulate.sweep import simulate_many
 
@@ -201,3 +202,38 @@ def test_vectors_that_differ_in_one_field_of_memory_have_their_own_peaks(policy,
         outcomes = simulate_many(case_schedule, costs, recompute=policy)
         alone = [simulate_schedule(case_schedule, one, recompute=policy) for one in costs]
         assert list(map(tuple, outcomes.peak_memory.tolist())) == [one.peak_memory for one in alone]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_vectors_of_unlike_networks_and_buffers_are_simulated_with_their_own(overlap):
+    """Results stand in the order of the vectors, whichever are simulated together."""
+    pipeline = schedule("1f1b", 3, 4)
+    costs = Costs((1, 2, 1), 2, transfer=6.0, activation_bytes=5.0, boundary_bytes=7.0)
+    vectors = []
+    for network in (None, Network((0, 1, 1), 0.25), Network((0, 1, 0))):
+        for buffers in (True, False):
+            vectors.append(replace(costs, network=network, boundary_buffers=buffers))
+    vectors = [vectors[i] for i in (3, 0, 5, 1, 4, 2)]
+    outcomes = simulate_many(pipeline, vectors, overlap=overlap)
+    for number, vector in enumerate(vectors):
+        timeline = simulate_schedule(pipeline, vector, overlap=overlap)
+        assert outcomes.makespan[number] == timeline.makespan
+        assert tuple(outcomes.peak_memory[number]) == timeline.peak_memory
+        assert outcomes.span_bubble_ratio[number] == pytest.approx(timeline.span_bubble_ratio)
+    assert not overlap or len(set(outcomes.makespan.tolist())) > 1
+
+
+@pytest.mark.parametrize("is_worth", [True, False])
+def test_spans_leave_out_updates_and_moves_of_activations(is_worth, monkeypatch):
+    """From the first op of compute of a rank to its last, one by one and many at once."""
+    monkeypatch.setattr(many, "is_worth_compiling", lambda *_: is_worth)
+    pipeline = Schedule.parse("0F0 0E0 0L0 0B0 0U1\n0E0 0L0 1F0 1B0 1U1")
+    pipelines = [schedule("bpipe", 4, 6), schedule("1f1b", 3, 4), pipeline]
+    for case_schedule in pipelines:
+        vectors = [Costs(1.0 + k, 2, update=3.0, transfer=0.5, offload=0.25) for k in range(3)]
+        outcomes = simulate_many(case_schedule, vectors)
+        for number, vector in enumerate(vectors):
+            timeline = simulate_schedule(case_schedule, vector)
+            ratio = timeline.span_bubble_ratio
+            assert outcomes.span_bubble_ratio[number] == pytest.approx(ratio)
+            assert outcomes.makespan[number] == timeline.makespan

@@ -146,3 +146,19 @@ def test_a_smaller_micro_batch_also_recomputes_in_less_time():
     assert costs.forward == ((3.0, 2.0, 2.0), (6.0, 4.0, 4.0))
     assert costs.recompute == ((9.0, 6.0, 6.0), (3.0, 2.0, 2.0))
     assert costs.saved_bytes == (30.0, 3.0)
+
+
+def test_entries_that_differ_by_micro_batch_are_those_of_each_micro_batch():
+    """Of its size and of its number; one number of a stage is that of its size."""
+
+    def of_size(size):
+        return Costs(
+            forward=[[size + number for number in range(3)], 10 * size],
+            backward=[size, 2 * size],
+            update=[size, size],
+        )
+
+    costs = costs_by_size(of_size, [4.0, 3.0, 2.0])
+    assert costs.forward == ((4.0, 4.0, 4.0), (40.0, 30.0, 20.0))
+    assert costs.backward == ((4.0, 3.0, 2.0), (8.0, 6.0, 4.0))
+    assert costs.update == (4.0, 4.0)

@@ -36,7 +36,7 @@ def settings_of(room, **more):
     return Settings(placement=room.placement, memory_limit=room.memory_limit, budget_s=1000, **more)
 
 
-@settings(max_examples=25, **QUIET)
+@settings(max_examples=12, **QUIET)
 @given(problems(stages=(2, 4, 6, 8), micro_batches=8, whole=False))
 def test_what_is_found_is_sound_and_within_the_limit_and_no_longer_than_the_zoo(request_):
     """The promise of the search, on costs that nobody chose; halves that cost more than the whole,
@@ -55,7 +55,7 @@ def test_what_is_found_is_sound_and_within_the_limit_and_no_longer_than_the_zoo(
     )
 
 
-@settings(max_examples=10, **QUIET)
+@settings(max_examples=6, **QUIET)
 @given(problems(micro_batches=3))
 def test_bound_search_and_proof_agree_with_an_independent_optimum(request_):
     """No bound above it, no schedule below it, and the proof right on it: the model of the test

@@ -510,3 +510,26 @@ def test_copies_of_a_stream_without_waves_update_equally_often():
     report = verify(schedule("hetpipe", 1, 1, virtual_workers=2, batches=3))
     assert report.staleness_across != ()
     assert verify(schedule("1f1b", 1, 1)).staleness_across == ()
+
+
+@pytest.mark.parametrize("most", [0, 1, 2])
+def test_updates_are_counted_against_the_copy_that_has_most(most):
+    """Whichever rank it is on: all the others miss one."""
+    rows = []
+    for rank in range(3):
+        rows.append(f"0F{rank} 0B{rank} 0U1" + (" 0U2" if rank == most else ""))
+    found, message = findings_of("\n".join(rows), synchronous=False)
+    others = [rank for rank in range(3) if rank != most]
+    assert [entry for entry in found if entry[1] == "0U2"] == [
+        ("update", "0U2", rank) for rank in others
+    ]
+    assert f"stage 0 has 2 U on rank {most}, but 1 on rank {others[0]}" in message
+
+
+def test_an_op_is_in_one_pair_whether_it_is_first_or_second_there():
+    """Of two pairs with an op in common, the second of them is reported."""
+    text = "0F0 0F1 0F2 0B0 0B1 0B2 0U1"
+    ops = {str(op): op for op in Schedule.parse(text).ops}
+    pairs = frozenset({(ops["0F0"], ops["0F1"]), (ops["0F1"], ops["0F2"])})
+    with pytest.raises(ScheduleError, match="0F1&0F2: an op of compute runs with one other"):
+        verify(replace(Schedule.parse(text), pairs=pairs))

@@ -245,6 +245,7 @@ def make_batch(
     shares = [size / samples for size in sizes]
     inputs, targets = _cut(x_source, sizes), None if y is None else _cut(y_source, sizes)
     if slicing is not None and slicing.along == "tokens":
+        # A batch with few samples has fewer micro-batches than the schedule.
         slicing = replace(slicing, shares=slicing.shares[: len(sizes)])
         lengths = _slice_lengths(x, y, slicing)
         tokens = sum(lengths[0])
@@ -311,6 +312,7 @@ def _cut_tensors(x: Tensor, y: Tensor, micro_batches: int, step: int, training: 
     sizes, shares = _even_shares(x.shape[0], micro_batches)
     signature = _signature(training, True, len(sizes), (_tensor_form(x),), "", None)
     inputs, targets = list(torch.split(x, sizes)), list(torch.split(y, sizes))
+    # A copy of the shares: the list in the cache is that of all batches of this size.
     return Batch(step, inputs, targets, [*shares], signature, training, whole=(x, y))
 
 

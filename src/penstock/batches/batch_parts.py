@@ -96,6 +96,7 @@ class BatchPart:
         for size in sizes:
             end = start + size
             if all(position in row_of for position in range(start, end)):
+                # Positions ascend, so consecutive samples are consecutive rows.
                 parts.append(_rows(self.value, row_of[start], size))
             else:
                 parts.append(self.missing(size))

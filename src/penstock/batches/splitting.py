@@ -127,6 +127,7 @@ def fault_of_rows(column: Sequence[Tensor], samples: Sequence[int]) -> str | Non
     if len(column) == 1:
         return None
     rows_per_sample = {len(tensor) / count for tensor, count in zip(column, samples, strict=True)}
+    # An output (tokens, samples, features) passes the test of rows when tokens divide evenly.
     has_samples_second = all(
         tensor.dim() > 2 and len(tensor) != count == tensor.shape[1]
         for tensor, count in zip(column, samples, strict=True)
@@ -203,6 +204,7 @@ def sizes_by_share(total: int, shares: Sequence[float]) -> list[int]:
     exact_sizes = [round(total * share / share_sum, 9) for share in shares]
     sizes = [max(1, int(size)) for size in exact_sizes]
     while remainder := total - sum(sizes):
+        # One at a time, to the part that is furthest from its exact size in this direction.
         step = 1 if remainder > 0 else -1
         candidates = [i for i, size in enumerate(sizes) if size + step >= 1]
         index = max(candidates, key=lambda i: (step * (exact_sizes[i] - sizes[i]), -i))

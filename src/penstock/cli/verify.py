@@ -87,6 +87,7 @@ def verify(
     """
     model_settings = replace(flags, model=train).settings()
     if train is None and model_settings:
+        # The flag of the setting `model_options` is --model-option.
         flag = next(iter(model_settings)).replace("_", "-").removesuffix("s")
         raise SettingError(f"--{flag} belongs to --model, which is missing")
     if train is None:
@@ -97,6 +98,7 @@ def verify(
             recompute=recompute,
             autocast=autocast,
             tolerance=tolerance,
+            # A flag without a value is False when it is not set.
             threads=threads or None,
         )
     else:

@@ -40,6 +40,7 @@ class Spans(NamedTuple):
         """
         log = panel.log
         rows = slice(int(log.ops.first[rank]), int(log.ops.first[rank + 1]))
+        # Copies, since the times of pairs are changed here and not in the timeline.
         start, end = log.start[rows].copy(), log.end[rows].copy()
         same_span = (start[1:] == start[:-1]) & (end[1:] == end[:-1])
         takes_time = end[1:] > start[1:]
@@ -78,6 +79,7 @@ def column_shares(
     np.maximum.at(longest, last, last_share)
     for kind, kind_work in work.items():
         of_kind = spans.kind == ord(kind.value)
+        # Several ops may begin in one column, of which `+=` would count only one.
         np.add.at(kind_work, first[of_kind], first_share[of_kind])
         np.add.at(kind_work, last[of_kind], last_share[of_kind])
         # Only ops that fill whole columns need a loop: at most one of them per column.

@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
-from importlib.resources import files
 from pathlib import Path
 
 from penstock.draw.facts import clean
 from penstock.draw.output import write
 from penstock.draw.palette import dark_style
 from penstock.draw.svg import svg
+from penstock.draw.viewer import resource
 from penstock.errors import FileError
 from penstock.event import Timeline
 
@@ -82,8 +82,8 @@ def _html_page(text: GalleryText, entries: Sequence[GalleryEntry]) -> str:
     """Return one HTML file with all drawings. Clicking on a column's head sorts each group of the
     table, and a box filters schedules by their text.
     """
-    style = _resource("viewer.css") + _resource("page.css") + _resource("gallery.css")
-    dark = _resource("page_dark.css") + dark_style("main")
+    style = resource("viewer.css") + resource("page.css") + resource("gallery.css")
+    dark = resource("page_dark.css") + dark_style("main")
     head = "".join(
         f'<th scope="col"><button type="button">{escape(name)}</button></th>'
         for name in ("schedule", *text.columns)
@@ -105,13 +105,8 @@ def _html_page(text: GalleryText, entries: Sequence[GalleryEntry]) -> str:
         f'<div class="wide"><table class="all"><thead><tr>{head}</tr></thead>'
         f"{bodies}</table></div>\n"
         f"{_paragraphs(text.remarks)}{sections}</main>\n"
-        f"<script>{_resource('gallery.js')}</script>\n</body>\n</html>\n"
+        f"<script>{resource('gallery.js')}</script>\n</body>\n</html>\n"
     )
-
-
-def _resource(name: str) -> str:
-    """Return the text of a file of this package."""
-    return files("penstock.draw").joinpath(name).read_text(encoding="utf-8")
 
 
 def _groups(entries: Sequence[GalleryEntry]) -> dict[str, list[GalleryEntry]]:

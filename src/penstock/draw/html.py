@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
-from importlib.resources import files
 
 from penstock.draw.facts import (
     busy_shares,
@@ -21,7 +20,7 @@ from penstock.draw.memory import holder_text
 from penstock.draw.palette import dark_style
 from penstock.draw.scale import Clock, format_number
 from penstock.draw.svg import svg
-from penstock.draw.viewer import MAX_VIEWER_OPS, viewer
+from penstock.draw.viewer import MAX_VIEWER_OPS, resource, viewer
 from penstock.event import Timeline
 from penstock.idle import idle_seconds, link_traffic
 from penstock.units import format_bytes
@@ -56,8 +55,8 @@ def html(panels: Sequence[Timeline], note: str = "") -> str:
             body += [f"<h2>{escape(heading(panel))}</h2>", _key_figures(panel, clock)]
         tables = [_rank_table(panel, clock), _stage_table(panel), *_traffic_tables(panel, clock)]
         body.append(f'<div class="tables">{"".join(tables)}</div>')
-    dark = _style_sheet("page_dark.css") + dark_style("main")
-    style = _style_sheet("viewer.css") + _style_sheet("page.css")
+    dark = resource("page_dark.css") + dark_style("main")
+    style = resource("viewer.css") + resource("page.css")
     style += f"@media screen and (prefers-color-scheme:dark){{{dark}}}"
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -81,10 +80,6 @@ def _figure(panels: Sequence[Timeline], title: str) -> str:
         )
     static = svg(panels, summary=summary) if ops <= _MAX_STATIC_OPS else ""
     return viewer(panels, title, static)
-
-
-def _style_sheet(name: str) -> str:
-    return files("penstock.draw").joinpath(name).read_text(encoding="utf-8")
 
 
 def _key_figures(panel: Timeline, clock: Clock) -> str:

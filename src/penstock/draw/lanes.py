@@ -74,6 +74,7 @@ def draw_lanes(page: Page, panel: Timeline) -> None:
     strip = STRIP + 3 if curves else 0
     pitch = height + strip + _lane_gap(height, bool(transfers))
     tops = [page.y + rank * pitch for rank in range(panel.ranks)]
+    # In the order in which they cover each other.
     lanes = _Lanes(page, panel, stage_order, height, tops)
     lanes.add_backgrounds()
     if not summed:

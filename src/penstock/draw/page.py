@@ -95,6 +95,7 @@ class Page:
         """Return an empty page, wide enough for the numbers in most boxes if that is possible."""
         seconds, clock = axis_seconds(panels), Clock.of(panels)
         lengths = op_lengths(panels)
+        # Three quarters of the boxes are wider than this.
         short = float(np.quantile(lengths, 0.25)) if len(lengths) else seconds
         longest = max((_longest_number(panel) for panel in panels), key=len, default="")
         box_width = max(_SHORT_OP_WIDTH, text_width(longest, SMALL) + PADDING)

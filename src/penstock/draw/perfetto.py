@@ -99,6 +99,7 @@ class _Threads:
             lane = 0
             while lane < len(ends) and _microseconds(ends[lane]) > _microseconds(event.start):
                 lane += 1
+            # Replaces the end of a free thread, or appends one.
             ends[lane : lane + 1] = [event.end]
             lane_of[event.rank, event.op, event.to_rank] = lane
         lanes = {link: len(ends) for link, ends in lane_ends.items()}
@@ -125,6 +126,7 @@ class _Threads:
 
     def _number(self, to_rank: int, lane: int) -> int:
         """Return the thread of a link to a rank."""
+        # After the thread of the ops come `ranks` numbers for every lane.
         return to_rank + 2 + lane * self.ranks
 
 

@@ -132,6 +132,7 @@ def _routes(panel: Timeline) -> list[Route]:
     # Per micro-batch and stage the rank that ran its forward, -1 if none did.
     ranks = np.full((len(micro_batches), len(stages)), -1, np.int64)
     ranks[micro_batch_index, stage_index] = ops.rank[forward]
+    # A route is a distinct row; its index is that of the first micro-batch that takes it.
     _, first_rows = np.unique(ranks, axis=0, return_index=True)
     routes = []
     for row in sorted(first_rows):

@@ -98,7 +98,12 @@ def _data_element(panels: Sequence[Timeline]) -> str:
 
 def viewer_script() -> str:
     """Return the script that starts all figures of a page that have their data in it."""
-    return files("penstock.draw").joinpath("viewer.js").read_text(encoding="utf-8")
+    return resource("viewer.js")
+
+
+def resource(name: str) -> str:
+    """Return the text of a file of `penstock.draw`: a style sheet or a script."""
+    return files("penstock.draw").joinpath(name).read_text(encoding="utf-8")
 
 
 def viewer_frame(
@@ -263,6 +268,7 @@ def _rank_shares(
 ) -> dict[str, str]:
     """Return per kind the share of each column's time: a digit of base 36, z for all of it."""
     spans = Spans.of(panel, rank)
+    # A timeline without ops has no length; its columns need one above 0.
     work, _ = column_shares(spans, kinds, _COLUMNS, seconds / _COLUMNS or 1.0)
     digits = np.frombuffer(b"0123456789abcdefghijklmnopqrstuvwxyz", np.uint8)
     texts = {}

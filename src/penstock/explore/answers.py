@@ -13,7 +13,7 @@ from penstock.draw.compare import difference
 from penstock.draw.facts import heading
 from penstock.draw.palette import dark_style
 from penstock.draw.svg import svg
-from penstock.draw.viewer import viewer_data, viewer_frame, viewer_legend
+from penstock.draw.viewer import resource, viewer_data, viewer_frame, viewer_legend
 from penstock.errors import FileError, MissingExtra, PenstockError
 from penstock.explore import tables
 from penstock.explore.choices import choices
@@ -119,11 +119,9 @@ def page(query: str) -> str:
 
 def style_sheet() -> str:
     """Return the style sheet: that of drawings, and what the page adds."""
-    draw = files("penstock.draw")
     explore = files("penstock.explore").joinpath("static")
-    light = draw.joinpath("viewer.css").read_text(encoding="utf-8")
-    light += draw.joinpath("page.css").read_text(encoding="utf-8")
-    dark = draw.joinpath("page_dark.css").read_text(encoding="utf-8") + dark_style("main")
+    light = resource("viewer.css") + resource("page.css")
+    dark = resource("page_dark.css") + dark_style("main")
     explore_light = explore.joinpath("explore.css").read_text(encoding="utf-8")
     explore_dark = explore.joinpath("explore_dark.css").read_text(encoding="utf-8")
     return f"{light}{explore_light}@media (prefers-color-scheme:dark){{{dark}{explore_dark}}}"

@@ -83,6 +83,7 @@ def _protected(handler: Handler, hosts: Sequence[str] | None) -> Handler:
 def _foreign(request: Request, hosts: Sequence[str] | None) -> str:
     """Return why a request does not come from a page of this server; empty if it does."""
     host = request.headers.get("host", "")
+    # An IPv6 address without a port ends in a bracket.
     name = host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host
     # A foreign name that resolves to this machine (DNS rebinding) would make its pages same-origin.
     if hosts is not None and name.lower() not in hosts:
@@ -90,6 +91,7 @@ def _foreign(request: Request, hosts: Sequence[str] | None) -> str:
     origin = request.headers.get("origin")
     if origin is not None and origin not in (f"http://{host}", f"https://{host}"):
         return "requests of pages of other sites are refused"
+    # Links on other sites may open the page itself.
     if request.headers.get("sec-fetch-site") == "cross-site" and request.url.path != "/":
         return "requests of pages of other sites are refused"
     return ""

@@ -99,6 +99,7 @@ def _bounded(number: Number) -> Number:
     Raises:
         ValueError: it is too large, or no number.
     """
+    # In this form, because NaN compares false.
     if not abs(number) <= _MAX_NUMBER:
         raise ValueError(number)
     return number

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.explore.evaluate import Panel, Result
@@ -118,12 +117,7 @@ def _train_about(state: State, panel: Panel) -> str:
     if state.replicas != (1,):
         left_out.append("the number of replicas")
     if left_out:
-        text += f"; the planner chooses {_listed(left_out)}"
+        text += f"; the planner chooses {' and '.join(left_out)}"
     if state.memory_limit is not None:
         text += f". It stays below {format_bytes(state.memory_limit)} per rank, or says why not"
     return f"{text}."
-
-
-def _listed(items: Sequence[str]) -> str:
-    """Join one or two items to a phrase."""
-    return " and ".join(items)

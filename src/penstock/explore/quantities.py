@@ -54,6 +54,7 @@ def bytes_text(count: float) -> str:
     """
     for unit, factor in BYTE_UNITS:
         if count >= factor:
+            # Six digits, which may be too few.
             short = f"{count / factor:g}{unit}"
             return short if parse_bytes(short) == count else f"{count:.0f}"
     return f"{count:.0f}"

@@ -72,11 +72,10 @@ def key_figures(state: State, panels: Sequence[Panel]) -> tuple[Row, ...]:
     """Return the rows of the table of key figures."""
     clock = Clock.of(timelines_of(panels)) if timelines_of(panels) else Clock(1.0, "")
     results = [panel.result for panel in panels]
-    makespan = _ranked
-    if not same_batches(panels):
-        makespan = _unranked
+    # Makespans of different numbers of batches cannot be compared.
+    makespan_row = _ranked if same_batches(panels) else _unranked
     rows = [
-        makespan(
+        makespan_row(
             "makespan",
             "seconds from the first op to the end of the last; of an asynchronous schedule, of all "
             "batches shown",
@@ -210,6 +209,7 @@ def _ranked(
     """Return a row of numbers, of which less is better."""
     cells = tuple("" if value is None else text_of(value) for value in values)
     indices = {value: index for index, value in enumerate(values) if value is not None}
+    # Values that differ by less than what is printed are not ranked.
     better = indices[min(indices)] if len(indices) > 1 and len(set(cells)) > 1 else None
     return Row(title, about, cells, better)
 

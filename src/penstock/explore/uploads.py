@@ -178,6 +178,7 @@ def _fitting_costs(state: State, ranks: int) -> dict[str, Any]:
     for name in (*_STAGE_COSTS, *_BOUNDARY_COSTS):
         values = getattr(state, name)
         if values is not None and len(values) > 1 and ranks != state.ranks:
+            # Of all costs only that of the forward has to have a value.
             changes[name] = (1.0,) if name == "forward" else None
     return changes
 

@@ -173,6 +173,7 @@ def _recompute_flags(plan: Plan) -> str | None:
     for segments in stage_segments:
         size = max([size, *(end - start for start, end in segments)])
     count = max(map(len, stage_segments))
+    # The segments that Megatron would recompute by each method, to compare the plan's with.
     uniform = []
     block = []
     for stage_start, stage_end in plan.bounds:

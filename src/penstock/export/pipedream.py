@@ -38,6 +38,7 @@ def pipedream(plan: Plan) -> Exported:
     for stage, ranks in enumerate(schedule.ranks_of_stage):
         rank_map[str(stage)] = list(ranks)
         warm_up = list(takewhile(lambda op: op.kind is Kind.F, schedule.programs[ranks[0]]))
+        # PipeDream counts the forward right before the first backward to the steady state.
         depth_map[str(stage)] = len(warm_up) - 1
     text = json.dumps(
         {

@@ -270,6 +270,7 @@ def selective_layers(plan: Plan) -> str:
 def compact_list(numbers: tuple[int, ...]) -> str:
     """Write a list of numbers, with runs of more than three as `0-7`."""
     words = []
+    # In a run of consecutive numbers, number - index is constant.
     for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
         members = [number for _, number in run]
         if len(members) > 3:

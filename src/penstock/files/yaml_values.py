@@ -65,6 +65,7 @@ class _StrictLoader(_StrictComposer, _Base):  # type: ignore[misc]
 
     def __init__(self, text: str) -> None:
         _Base.__init__(self, text)
+        # libyaml's loader composes by itself, and does not initialise this class.
         Composer.__init__(self)
 
 
@@ -101,6 +102,7 @@ def _build_mapping(loader: _StrictLoader, node: yaml.MappingNode) -> dict[str, A
 
 def _build_scalar(loader: _StrictLoader, node: yaml.ScalarNode) -> Any:
     """Return a text, a number, a truth value or None."""
+    # Dates and times, such as 2026-01-31 and 12:30, stay texts.
     if not node.style and (node.tag == _PREFIX + "timestamp" or _SIXTIES.fullmatch(node.value)):
         return node.value
     if node.tag not in _PLAIN_TAGS:

@@ -180,8 +180,8 @@ def _reading(loss: Loss, pair: Pair, change: Change) -> Reading:
     ]
     first = _evaluate(loss, outputs[0], pair.targets[0])
     second = _evaluate(loss, outputs[1], pair.targets[1])
-    targets = join_values(list(pair.targets), pair.dim)
-    joined = _evaluate(loss, join_values(outputs, pair.dim), targets)
+    targets = join(list(pair.targets), pair.dim)
+    joined = _evaluate(loss, join(outputs, pair.dim), targets)
     dtypes = [evaluation.dtype for evaluation in (first, second, joined)] + [
         leaf.dtype for leaf in tensors_of(pair.output) if leaf.is_floating_point()
     ]
@@ -233,15 +233,6 @@ def consistent(
         if all(reading.fits(weights) for reading in readings_of_loss):
             return name
     return None
-
-
-def join_values(values: list[Any], dim: int) -> Any:
-    """Join nested tensors, in any classes, into one value.
-
-    Raises:
-        SettingError: a tensor among them has no dimension.
-    """
-    return join(values, dim)
 
 
 def _output(pair: Pair, size: int, change: Change) -> Any:

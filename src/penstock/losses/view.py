@@ -11,14 +11,13 @@ from typing import Any
 import torch
 
 from penstock.batches.batch import Batch
-from penstock.batches.splitting import sample_count, token_count
+from penstock.batches.splitting import join, sample_count, token_count
 from penstock.losses.call import LossCall
 from penstock.losses.probe import (
     Draws,
     Pair,
     Reading,
     copied,
-    join_values,
     readings,
     repeated,
 )
@@ -139,7 +138,7 @@ class View:
     def _joined_target(self) -> Any:
         """Return the targets of the joined pair."""
         targets = [self.call.target(self.batch, number) for number in self.pair]
-        return join_values(targets, int(self.along_tokens))
+        return join(targets, int(self.along_tokens))
 
     def _evaluation(self, extents: tuple[int, int], target: Any) -> Evaluation:
         """Evaluate the loss on meta outputs of some samples and tokens."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +17,7 @@ from penstock.cluster.local import LOOPBACK, available_memory_bytes
 from penstock.cluster.machines import Cluster
 from penstock.errors import SettingError
 from penstock.measure.device_benchmarks import Load, benchmark_loads, time_load
-from penstock.measure.device_kinds import equally_fast, name_by_kind
+from penstock.measure.device_kinds import equally_fast, name_by_kind, processor_name
 from penstock.measure.fit import Fit, fit, rounded_link, short_seconds, short_value
 from penstock.measure.host_links import network_link, with_busy_seconds
 from penstock.measure.messages import (
@@ -321,7 +320,7 @@ def _device(
         name = model = torch.cuda.get_device_name(device)
     else:
         threads = torch.get_num_threads()
-        name, model = "cpu", f"{_processor()}, {format_count(threads, 'thread')}"
+        name, model = "cpu", f"{processor_name()}, {format_count(threads, 'thread')}"
     return Device(
         name=name,
         memory_bytes=memory - memory % 2**20,
@@ -332,20 +331,6 @@ def _device(
         together=short_value(max(1.0, statistics.mean(busy[load] for load in _TRAINING_LOADS))),
         source=f"measured: {model}; memory is what was free",
     )
-
-
-def _processor() -> str:
-    """Return the model name of the CPU."""
-    try:
-        # Read line by line, only up to the first processor.
-        with open("/proc/cpuinfo", encoding="utf-8") as file:  # noqa: PTH123
-            names = (
-                line.partition(":")[2].strip() for line in file if line.startswith("model name")
-            )
-            return next(names, platform.machine())
-    except OSError:
-        # Not Linux.
-        return platform.processor() or platform.machine()
 
 
 def _cluster(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations
@@ -29,6 +30,20 @@ class RankSpeed(NamedTuple):
     device: str
     model: str
     seconds: float
+
+
+def processor_name() -> str:
+    """Return the model name of the CPU."""
+    name = platform.processor() or platform.machine()
+    try:
+        # Read line by line, only up to the first processor.
+        with open("/proc/cpuinfo", encoding="utf-8") as file:  # noqa: PTH123
+            models = (
+                line.partition(":")[2].strip() for line in file if line.startswith("model name")
+            )
+            return next(models, name)
+    except OSError:  # not Linux
+        return name
 
 
 def find_unlike_pair(ranks: Sequence[RankSpeed]) -> tuple[int, int] | None:

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
+from penstock.measure.example_samples import tensors_in
 from penstock.profile.counts import Family
 
 #: Ops that access no memory, although their schemas do not declare them as views.
@@ -82,7 +82,7 @@ def op_work(
     name = func.overloadpacket.__name__
     if func.is_view or func.namespace == "prim" or name in _FREE:
         return []
-    outputs = _tensors(out)
+    outputs = tensors_in(out)
     if not outputs and not func._schema.is_mutable:
         return []  # a query about shapes, answered without a launch
     if name == "convolution_backward":
@@ -94,7 +94,7 @@ def op_work(
             _family(name, args),
             _launches(name, args),
             _flops(func, name, args, kwargs, out, outputs),
-            _bytes(name, _tensors((args, kwargs)), outputs),
+            _bytes(name, tensors_in((args, kwargs)), outputs),
             reserve,
         )
     ]
@@ -123,10 +123,6 @@ def _convolution_backward(
         moved = float(_size(grad) + _size(out[2]))
         works.append(OpWork("bias_backward", "other", 1, float(grad.numel()), moved))
     return works
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def _family(name: str, args: tuple[Any, ...]) -> Family:

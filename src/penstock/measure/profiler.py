@@ -10,7 +10,6 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +20,12 @@ from penstock.errors import LayerFailed, SettingError
 from penstock.grad.saved_version import observing_saved_tensors
 from penstock.measure.concurrent import ConcurrentRanks
 from penstock.measure.conditions import ConditionsMeter
-from penstock.measure.device_kinds import RankSpeed, find_unlike_pair, unlike_devices_error
+from penstock.measure.device_kinds import (
+    RankSpeed,
+    find_unlike_pair,
+    processor_name,
+    unlike_devices_error,
+)
 from penstock.measure.example_samples import checked_tensors, example_to_trace, resized, tensors_in
 from penstock.measure.host_timings import host_timings
 from penstock.measure.pass_rounds import PassSeries, Progress, run_in_turn
@@ -310,17 +314,7 @@ def device_name(device: torch.device) -> str:
 
 def machine_facts(device: torch.device) -> dict[str, str]:
     """Return facts about this machine, for people who read a profile later."""
-    name = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        models = [
-            line.partition(":")[2].strip()
-            for line in info.read_text().splitlines()
-            if line.startswith("model name")
-        ]
-        name = models[0] if models else name
-    if device.type == "cuda":
-        name = device_name(device)
+    name = device_name(device) if device.type == "cuda" else processor_name()
     cores, threads = len(os.sched_getaffinity(0)), torch.get_num_threads()
     return {
         "device": f"{device.type}: {name}",

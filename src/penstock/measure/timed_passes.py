@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 
 from penstock.errors import LayerFailed
 from penstock.grad.split import PendingWeights, input_grad, weight_grad
+from penstock.measure.example_samples import tensors_in
 from penstock.measure.stopwatch import Stopwatch, stopwatch_for
 from penstock.profile.profile import Phase
 
@@ -89,17 +90,13 @@ class WithLoss(nn.Module):
     def forward(self, value: Any) -> Tensor:
         """Return the loss for the current targets."""
         output = self.layer(value)
-        self.output_bytes = bytes_of(_tensors(output))
+        self.output_bytes = bytes_of(tensors_in(output))
         return self.loss(output, self.current_targets)
 
 
 def bytes_of(tensors: Sequence[Tensor]) -> int:
     """Return the total bytes of tensors."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 @dataclass
@@ -182,7 +179,7 @@ class TimedPasses:
                 value = module(inputs)
                 spans.append((start, self._stopwatch.mark()))
                 self._changes_input[index] = any(copy._version for copy in copies)
-                outputs = _tensors(value)
+                outputs = tensors_in(value)
                 # What leaves the layer is its output, not the loss.
                 sent = module.output_bytes if isinstance(module, WithLoss) else bytes_of(outputs)
                 self.output_bytes.append(sent)

@@ -74,6 +74,7 @@ class DataFlow(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has
     ) -> Any:
         """Run one op, and record what it has read and written."""
         kwargs = kwargs or {}
+        # Before the op runs, since it may overwrite what it reads.
         read = {name for tensor in _read(func, args, kwargs) for name in self._of(tensor)}
         outputs = func(*args, **kwargs)
         if func.__name__.partition(".")[0] in _TABLES and _asks_for_sparse(func, args, kwargs):
@@ -176,6 +177,7 @@ def _written(
     if schema is None:
         return
     name = func.overloadpacket.__name__
+    # The schemas of batch norms do not declare that they write their statistics.
     statistics: tuple[int, ...] = _BATCH_NORMS[name][1] if name in _BATCH_NORMS else ()
     for position, argument in enumerate(schema.arguments):
         writes = argument.alias_info is not None and argument.alias_info.is_write

@@ -86,6 +86,8 @@ class DeferredBatchNorm(_BatchNorm):
         total = self.batch_count.to(dtype)
         difference = mean.to(dtype) - self.batch_mean
         self.batch_mean += difference * (count / total)
+        # Mean and variance of two sets are merged (Chan, Golub and LeVeque 1979). `variance` is
+        # unbiased: times (count - 1) it is the sum of squares.
         weighted_variances = self.batch_variance * before + variance * (count - 1)
         self.batch_variance.copy_(
             weighted_variances / total + difference.square() * (before / total) * (count / total)
@@ -100,6 +102,7 @@ class DeferredBatchNorm(_BatchNorm):
         )
         for running, new in (
             (self.running_mean, self.batch_mean),
+            # torch's running variance is the unbiased one.
             (self.running_var, self.batch_variance * (total / (total - 1))),
         ):
             assert running is not None
@@ -230,6 +233,7 @@ def deferring(module: nn.Module) -> Iterator[DeferredBatchNorm]:
 
 def _with_state_of(part: nn.Module, kind: Any) -> Any:
     layer = kind.__new__(kind)
+    # No copies: parameters, buffers and hooks stay the same objects.
     layer.__dict__.update(part.__dict__)
     return layer
 

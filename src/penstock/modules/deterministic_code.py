@@ -272,6 +272,7 @@ class _Reader:
     def _read_attribute(self, name: str) -> None:
         """Check everything that an attribute of this name may be, on whatever it is looked up."""
         may_be_op = name in _OPS
+        # It may be a method of a tensor, and only those in `_OPS` are known to draw nothing.
         if hasattr(Tensor, name) and not may_be_op:
             raise _NoProof
         defined = False

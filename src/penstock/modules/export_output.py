@@ -49,6 +49,7 @@ def quietly() -> Iterator[None]:
         warnings.simplefilter("ignore")
         for logger in loggers:
             logger.addFilter(others)
+        # In the module of torch.export this name takes the place of the builtin.
         module.print = unprinted
         try:
             yield

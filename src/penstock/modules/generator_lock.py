@@ -68,5 +68,6 @@ class GeneratorLock:
         finally:
             with self._condition:
                 self._open -= 1
+                # Until a passing thread ends, the generators have the states of its layer.
                 while self._passing:
                     self._condition.wait()

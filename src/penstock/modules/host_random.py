@@ -107,6 +107,7 @@ class _Reader:
         if not isinstance(function, FunctionType) or _is_library(function.__module__):
             return False
         names = set(names_of_code(function.__code__))
+        # Both `import random` and the attribute of `np.random` mention this name.
         if "random" in names:
             return True
         values = [*_globals(function, names), *_closure(function)]

@@ -66,6 +66,7 @@ def _insert(model: nn.Module, names: Mapping[str, str], tensors: Mapping[str, Te
         is_parameter = key in module._parameters
         members: dict[str, Any] = module._parameters if is_parameter else module._buffers
         members[key] = tensors[first]
+        # Under its first name alone: a tied tensor is initialised once, by one module.
         if name == first:
             owners[path] = None
     return list(owners)
@@ -79,6 +80,7 @@ def _initialise(model: nn.Module, owners: Sequence[str]) -> None:
     for path in _innermost_first(owners):
         if path in resetting:
             _reset_method(model.get_submodule(path))()
+    # After all resets, as in transformers: `_init_weights` replaces torch's default values.
     for path in _innermost_first(owners):
         model_part = _initialiser(model, path)
         if model_part is not None:

@@ -205,6 +205,7 @@ def _container_content(value: Any, depth: int) -> Content | None:
         pairs = tuple((repr(key), content(item, depth - 1)) for key, item in items)
         return "mapping", len(value), pairs
     if isinstance(value, (set, frozenset)):
+        # Sorted, because two equal sets may iterate in different orders.
         return "set", tuple(sorted(map(repr, value)))
     if isinstance(value, (list, tuple, deque)):
         contents = tuple(content(item, depth - 1) for item in _ends(list(value)))
@@ -222,8 +223,10 @@ def _digest(tensor: Tensor) -> Content:
     try:
         if tensor.nbytes > _LARGE_BYTES:
             return *facts, tensor.untyped_storage().data_ptr(), tensor._version
+        # Compared as bytes, because NumPy has no bfloat16 and no 8-bit floats.
         plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
         return *facts, _hash(plain.view(torch.uint8).numpy().tobytes())
+    # Meta, sparse and quantised tensors have no bytes that could be read.
     except (RuntimeError, NotImplementedError, TypeError):
         return *facts, id(tensor), tensor._version
 
@@ -246,6 +249,7 @@ def _attributes(name: str, module: nn.Module) -> Iterator[Place]:
         return
     for key in list(vars(module)):
         if key not in _OF_EVERY_MODULE and not key.startswith("__"):
+            # By the namespace: getattr and setattr may run a property of the user's.
             yield Place(
                 f"{name}.{key}" if name else key,
                 partial(vars(module).get, key),
@@ -264,6 +268,7 @@ def _hook_variables(name: str, module: nn.Module) -> Iterator[Place]:
             hook = hook.func
         label = f"the hook {getattr(hook, '__qualname__', type(hook).__name__)} of {name}"
         owner = getattr(hook, "__self__", None)
+        # A callable object keeps its state in its own attributes.
         if owner is None and not isinstance(hook, FunctionType):
             owner = hook
         if owner is not None and not isinstance(owner, nn.Module):

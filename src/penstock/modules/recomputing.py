@@ -32,6 +32,7 @@ def is_recomputing() -> bool:
     thread of its device, where nothing has been set: on several GPUs that is another thread than
     the one that has called the backward.
     """
+    # -1 outside of a backward; torch has no public function for this.
     return PASSES.recomputing or torch._C._current_graph_task_id() != -1
 
 

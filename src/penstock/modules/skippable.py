@@ -183,8 +183,10 @@ class Skippable(nn.Module):
                 raise RuntimeError(
                     f"{skip} has not been stashed before {type(self).__name__} pops it"
                 )
+        # Only when all of them are there: a failed layer leaves the waiting tensors as they were.
         popped = {skip.name: waiting.pop(skip) for skip in self.poppable()}
         stashed: dict[str, Tensor | None] = {}
+        # The next class in the method resolution order is the user's: see `skippable`.
         output = super().forward(*args, **kwargs)
         if isinstance(output, Generator):
             output = self._drive(output, popped, stashed)
@@ -294,6 +296,7 @@ def skippable(
             "__doc__": kind.__doc__,
             "__qualname__": kind.__qualname__,
         }
+        # Skippable comes first, so that its forward runs and drives the user's.
         return type(kind.__name__, (Skippable, kind), body)
 
     return extend
@@ -399,7 +402,7 @@ def with_skip_carriers(named: Sequence[tuple[str, nn.Module]]) -> list[tuple[str
     """Return the layers of a chain, changed so that skips travel with the activations.
 
     Layers that no skip begins at, ends at or passes are returned unchanged. The others are wrapped,
-    with `whole_names`, see `tracing.names.prefix_of`. Skippable modules inside a layer are handled
+    with `whole_names`, see `state_names.prefix_of`. Skippable modules inside a layer are handled
     by that layer alone.
 
     Args:
@@ -417,6 +420,7 @@ def with_skip_carriers(named: Sequence[tuple[str, nn.Module]]) -> list[tuple[str
     if len(dict(named)) != len(named):
         raise ChainError("two layers have one name, so which skip belongs to which is not known")
     carriers: list[tuple[str, nn.Module]] = []
+    # Stashed and not yet popped, in the order in which they travel.
     live: list[Skip] = []
     for name, layer in named:
         stashes: list[Skip] = []

@@ -43,6 +43,7 @@ class Host:
         self._missing: str | None = None
         names = [*imports, *(name for name in ALWAYS if name not in imports)]
         request = json.dumps({"imports": names, "parent": os.getpid()})
+        # -P: a module in the current folder must not take the place of a library.
         command = [sys.executable, "-P", "-m", "penstock.peers.host_process", request]
         with log.open("ab") as errors:
             self.process = subprocess.Popen(  # noqa: S603 - this interpreter, no shell

@@ -108,6 +108,7 @@ def _versions(modules: list[ModuleType]) -> dict[str, str]:
 def _run_forked(host: int, request: dict[str, str]) -> None:
     """Run a forked process to its end: a group of its own, its output in its log, its commands."""
     os.setsid()
+    # Again, since a fork does not inherit it, see prctl(2).
     end_with_parent(host)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     null = os.open(os.devnull, os.O_RDONLY)

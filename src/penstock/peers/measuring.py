@@ -239,7 +239,8 @@ class Comparison:
         # was given back to the system when the peak was reset.
         for name in group:
             if name in self._ranks and name not in measured_before:
-                self._take_turn(name, *((2, 3) if self._pace[name] < 1.0 else (0, 1)))
+                warm, steps = (2, 3) if self._pace[name] < 1.0 else (0, 1)
+                self._take_turn(name, warm, steps)
         reference = self._rules.reference
         is_long = reference in self._pace and self._pace[reference] > ROUND_S
         first = max((max(row.rounds, default=-1) for row in self.rows.values()), default=-1) + 1

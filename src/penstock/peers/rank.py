@@ -86,6 +86,7 @@ def steps(state: dict[str, Any], arguments: dict[str, Any]) -> dict[str, Any]:
         CPU time used between commands.
     """
     rank = cast("_Rank", state["rank"])
+    # What it has used since its last turn, while other systems took their steps.
     rank.idle_s += _cpu_s() - rank.used_s
     gc.collect()
     step, now = rank.step, time.perf_counter

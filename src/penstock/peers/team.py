@@ -67,6 +67,7 @@ class Team:
         """Fork the processes and accept their connections."""
         address = str(self.folder / "socket")
         with Listener(address, family="AF_UNIX") as listener:
+            # `Listener.accept` has no time limit of its own.
             listener._listener._socket.settimeout(_CONNECT_S)  # type: ignore[attr-defined]
             for _ in range(self.ranks):
                 host.fork(address, log)

@@ -110,7 +110,7 @@ def _pipeline(plan: Plan) -> list[str]:
         return []
     replicas = ""
     if pipeline.replicas != 1:
-        replicas = f" with {_replica_text(pipeline)} replicas"
+        replicas = f" with {replica_text(pipeline)} replicas"
     plural = "es" if pipeline.micro_batches > 1 else ""
     slower = slowdown(pipeline.step_s, plan.predicted.step_s)
     plan_peak = format_bytes(max(plan.predicted.peak_memory))
@@ -262,7 +262,7 @@ def _candidates(plan: Plan) -> list[str]:
     for index, candidate in enumerate(plan.candidates):
         columns["schedule"].append(candidate.schedule)
         columns["weights"].append(candidate.weights)
-        columns["replicas"].append(_replica_text(candidate))
+        columns["replicas"].append(replica_text(candidate))
         columns["stages"].append(str(candidate.stages))
         columns["M"].append(str(candidate.micro_batches))
         columns["recompute"].append(candidate.recompute)
@@ -278,10 +278,11 @@ def _candidates(plan: Plan) -> list[str]:
     return ["  candidates, best first:", table(tuple(columns), rows, _INDENT)]
 
 
-def _replica_text(candidate: Candidate) -> str:
+def replica_text(candidate: Candidate, separator: str = ",") -> str:
+    """Write the number of replicas of a candidate, or of each of its stages."""
     if isinstance(candidate.replicas, int):
         return str(candidate.replicas)
-    return ",".join(map(str, candidate.replicas))
+    return separator.join(map(str, candidate.replicas))
 
 
 def _suggestions(plan: Plan) -> list[str]:

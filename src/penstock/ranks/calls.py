@@ -17,10 +17,10 @@ from penstock.batches.batch_parts import BatchPart
 from penstock.errors import DeadlineExceeded, RanksDiffer, SettingError
 from penstock.ranks.batch_forms import contents, crc_of, differ, nested_form, pair_form, part_form
 from penstock.ranks.checksum import Glimpse, batch_checksum, format_numbers
-from penstock.ranks.settings.setting_differences import ranks_in_words
 from penstock.ranks.settings.settings_exchange import missing_keys
 from penstock.ranks.store_status_board import StoreBoard
 from penstock.transport.process_group import naming_lost_ranks
+from penstock.units import format_ranks
 from penstock.values.rare_checks import is_due
 from penstock.values.structure import tensors_of
 
@@ -243,7 +243,7 @@ class ComparedCalls(Calls):
         if missing:
             error = DeadlineExceeded(
                 self._rank,
-                f"{ranks_in_words(missing)} to call {call.name}",
+                f"{format_ranks(missing)} to call {call.name}",
                 self._deadline_s,
                 self._board.describe_others(),
             )
@@ -380,7 +380,7 @@ def message_of(number: int, rows: Mapping[int, Sequence[Any]], steps: Mapping[in
         if not same_step:
             description += f" at {steps[rank]}"
         groups.setdefault(description, []).append(rank)
-    lines = [f"  {call} on {ranks_in_words(ranks)}" for call, ranks in groups.items()]
+    lines = [f"  {call} on {format_ranks(ranks)}" for call, ranks in groups.items()]
     advice = _DATA
     if len(names) > 1:
         advice = _END if names & {END_OF_TRAIN, CLOSED} else _ORDER

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from penstock.ranks.settings.run_config import RunConfig
-from penstock.ranks.settings.setting_differences import ranks_in_words
 from penstock.schedule.op import Schedule
+from penstock.units import format_ranks
 
 _LOG = logging.getLogger("penstock")
 
@@ -124,7 +124,7 @@ def announce_idle_ranks(schedule: Schedule, rank: int) -> None:
         verb = "has" if len(idle) == 1 else "have"
         _LOG.warning(
             "%s %s no stage: the plan uses %d of %d ranks, and the others only take part in calls",
-            ranks_in_words(idle),
+            format_ranks(idle),
             verb,
             schedule.ranks - len(idle),
             schedule.ranks,

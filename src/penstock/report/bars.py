@@ -62,6 +62,7 @@ def _draw_group(plot: Plot, chart: Chart, number: int, lines: list[str], axis: A
 def _draw_bar(plot: Plot, series: Series, index: int, number: int, top: float, axis: Axis) -> None:
     """Draw the bar of one series in category `number`, with its interval."""
     length = plot.right - plot.left
+    # A logarithmic axis has no zero: its bars begin at the left end.
     zero = plot.left + length * (0.0 if axis.log else axis.share(0.0))
     for point, position in enumerate(series.x):
         value = series.y[point]

@@ -149,6 +149,7 @@ def _x_axis(plot: Plot, chart: Chart) -> Axis:
     """Return the horizontal axis with as many ticks as have room for their labels."""
     values = _all_values(chart, ("x",))
     length = plot.right - plot.left
+    # A first axis, to know how wide the labels of these values are.
     axis = Axis.of(values, chart.log_x, 6, from_zero=False)
     widest = max(text_width(tick_text(value, axis), SMALL) for value in axis.ticks)
     return Axis.of(values, chart.log_x, plot.tick_count(length, widest), from_zero=False)

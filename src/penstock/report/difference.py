@@ -204,7 +204,8 @@ def _other_load(profile: Conditions, run: Conditions) -> Cause | None:
         effect = waited.effect if same_direction and abs(more) >= _LEAST_OTHER_SHARE else 0.0
         if effect and abs(effect) >= 0.01:
             return Cause(text, effect)
-        return Cause(text, None if more >= _LEAST_OTHER_SHARE else 0.0)
+        is_clearly_more = more >= _LEAST_OTHER_SHARE
+        return Cause(text, None if is_clearly_more else 0.0)
     return Cause(text, _slowdown(run) / _slowdown(profile) - 1)
 
 
@@ -212,6 +213,7 @@ def _slowdown(conditions: Conditions) -> float:
     """Return by which factor other programs slow the ranks down, if cores are shared fairly."""
     assert conditions.other_cores is not None
     demand = min(float(conditions.processes), float(conditions.cores))  # cores the ranks can use
+    # Limited to a tenth of the cores, so that the factor stays finite; so is 0.9 below.
     free = max(conditions.cores - conditions.other_cores, 0.1 * conditions.cores)
     return max(demand / free, 1.0)
 

@@ -23,7 +23,7 @@ from penstock.draw.compare import differences
 from penstock.draw.facts import clean
 from penstock.draw.output import write
 from penstock.draw.palette import dark_style
-from penstock.draw.viewer import viewer_script
+from penstock.draw.viewer import resource, viewer_script
 from penstock.report.cells import Names, blocks_of, cell_text, is_numeric, printable
 from penstock.report.chart import NARROW, WIDE, chart_svg
 from penstock.report.chart_style import dark_chart_style
@@ -100,12 +100,10 @@ def _resource(name: str) -> str:
 
 def _style_sheet() -> str:
     """Return the style sheet of the page, with light and dark colours and rules for print."""
-    draw = files("penstock.draw")
-    figure = draw.joinpath("viewer.css").read_text(encoding="utf-8")
-    dark = draw.joinpath("page_dark.css").read_text(encoding="utf-8")
-    dark += _resource("dark.css") + dark_style("main") + dark_chart_style("main")
+    dark = resource("page_dark.css") + _resource("dark.css")
+    dark += dark_style("main") + dark_chart_style("main")
     return (
-        f"{figure}{_resource('report.css')}"
+        f"{resource('viewer.css')}{_resource('report.css')}"
         f"@media screen and (prefers-color-scheme:dark){{{dark}}}{_resource('print.css')}"
     )
 

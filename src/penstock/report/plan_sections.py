@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from penstock.plan.description import slowdown
+from penstock.plan.description import replica_text, slowdown
 from penstock.plan.plan import Plan
-from penstock.plan.prediction import Candidate
 from penstock.report.document import Chart, Column, Facts, Section, Series, Table, Text, Value
 from penstock.report.scaled import scaled_bytes, scaled_seconds
 from penstock.schedule.recompute import Recompute
@@ -174,7 +173,7 @@ def _candidate_table(plan: Plan) -> Table:
                 candidate.micro_batches,
                 str(candidate.recompute),
                 candidate.weights,
-                _replica_text(candidate),
+                replica_text(candidate, ", "),
                 candidate.step_s,
                 more,
                 candidate.peak_bytes,
@@ -201,12 +200,6 @@ def _candidate_table(plan: Plan) -> Table:
         caption="One row for each schedule, number of stages and number of replicas: its best.",
         emphasis=(0,),
     )
-
-
-def _replica_text(candidate: Candidate) -> str:
-    if isinstance(candidate.replicas, int):
-        return str(candidate.replicas)
-    return ", ".join(map(str, candidate.replicas))
 
 
 def _candidate_chart(plan: Plan) -> Chart:

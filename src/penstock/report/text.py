@@ -55,6 +55,7 @@ def table_text(table: Table) -> str:
         body.append(cells)
     widths = [max(map(len, texts)) for texts in zip(header, *body, strict=True)]
     lines = [clean(table.title)] if table.title else []
+    # From -1, the head, so that rows have the numbers that `emphasis` has.
     for index, cells in enumerate([header, *body], start=-1):
         aligned = []
         for cell, width, column in zip(cells, widths, table.columns, strict=True):

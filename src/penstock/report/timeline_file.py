@@ -99,6 +99,7 @@ def _waits(timeline: Timeline) -> tuple[tuple[float | None, ...], ...]:
 def _transfer_times(transfers: list[Event]) -> TransferTimes:
     return TransferTimes(
         tuple(event.rank for event in transfers),
+        # Never None, since these are transfers.
         tuple(event.to_rank or 0 for event in transfers),
         tuple(str(event.op) for event in transfers),
         tuple(event.start for event in transfers),

@@ -98,9 +98,8 @@ class Assembly:
                 self.tied[rank].begin()
             interpreter.finish()
 
-        replicated = any(len(ranks) > 1 for ranks in self.setting.schedule.ranks_of_stage)
         tied_over_ranks = any(len(shared.ranks) > 1 for shared in self.shared)
-        if replicated or tied_over_ranks:
+        if self.setting.schedule.copies > 1 or tied_over_ranks:
             self.world.run(share)
 
     def reset_gradient_hooks(self) -> None:
@@ -187,7 +186,7 @@ class Assembly:
         stream = self.setting.schedule.stream
         if stream is None or stream.waves is None:
             return 1
-        return max(map(len, self.setting.schedule.ranks_of_stage))
+        return self.setting.schedule.copies
 
     def optimizers(self) -> list[Optimizer]:
         """Return the optimizers of the local stages, or a stand-in if no local stage has one.

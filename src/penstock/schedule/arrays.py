@@ -180,6 +180,7 @@ def _peaks(change: Array, key: Array) -> tuple[Array, Array]:
     if not len(starts):
         return key, change
     total = np.cumsum(change)
+    # One sum runs through all runs: what it was before a run is taken off its peak.
     total_before = total[starts] - change[starts]
     return key[starts], np.maximum(np.maximum.reduceat(total, starts) - total_before, 0)
 

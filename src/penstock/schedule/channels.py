@@ -88,6 +88,7 @@ class ActionGraph:
                     # Rendezvous: the send needs the receiver to have reached its receive.
                     bounded[send] += [node for node in self.waits[receive] if node != send]
                 elif number >= depth:
+                    # The channel is full until the message `depth` places before is received.
                     bounded[send].append(link_transfers[number - depth][1])
         return topological_order(bounded)[1]
 

@@ -164,6 +164,7 @@ def dependencies_of(schedule: Schedule) -> Dependencies:
     dependencies = schedule.__dict__.get("_dependencies")
     if not isinstance(dependencies, Dependencies):
         dependencies = _Builder(schedule).build()
+        # Into the dict, since a frozen dataclass takes no new attribute.
         schedule.__dict__["_dependencies"] = dependencies
     return dependencies
 
@@ -229,6 +230,7 @@ class _Builder:
         next_replica = self._add_waves(first_consumer, pending)
         # A group starts when no member waits any more, which its leader counts for all.
         followers = np.flatnonzero(leader != np.arange(len(ops)))
+        # `pending[...] +=` would count only one of the followers of a leader.
         np.add.at(pending, leader[followers], pending[followers])
         graph = OpGraph(
             rank=ops.rank,
@@ -376,6 +378,7 @@ class _Builder:
         """Return the rows, by rank, of every U with at least this many replicas."""
         rows = self.index.kinds[Kind.U]
         rank, stage, version = self.ops.rank, self.ops.stage, self.ops.micro_batch
+        # Sorted by stage, then version, then rank: the last key of lexsort comes first.
         rows = rows[np.lexsort((rank[rows], version[rows], stage[rows]))]
         starts = np.union1d(runs(stage[rows]), runs(version[rows]))
         # A rank that runs one U twice, which verify refuses, takes part in the group once.

@@ -97,9 +97,11 @@ def _all_idle(ranks: Sequence[Sequence[tuple[float, float]]], earliest: float) -
     """Return the first moment from `earliest` on at which every rank is in one of its gaps."""
     moment = earliest
     moved = True
+    # Ends at the latest after the last op of every rank, where its last gap has no end.
     while moved:
         moved = False
         for gaps in ranks:
+            # The first gap that ends after the moment.
             start, _ = gaps[bisect_right(gaps, moment, key=lambda gap: gap[1])]
             if start > moment:
                 moment, moved = start, True

@@ -175,6 +175,7 @@ def time_ops(
                 begin = max(begin, arrived[second_input[op]])
             op = next_in_group[op]
             group_end += 1
+        # The ops of a pair are on one rank, which is free after the later of their ends.
         for member in range(position, group_end):
             op = order[member]
             done = begin + seconds[op_entry[op]]

@@ -159,6 +159,7 @@ def _reorder(slots: Sequence[Slots], warm_up: bool, peak: Callable[[Slots], int]
     reordered = [dict(rank) for rank in slots]
     used: list[set[int]] = [set() for _ in slots]
     last_slot: dict[tuple[int, Kind, int], int] = {}
+    # Earliest first, so that the inputs of an op have their new slots already.
     for slot, rank, op in _in_time_order(slots):
         ordered_group = rank, op.kind, -1 if op.kind is Kind.W else op.stage
         if (warm_up and slot < first_backward) or (slot, rank) > (last_forward, 0):

@@ -259,6 +259,11 @@ class Schedule(NotebookPicture):
                 ranks_of_stage[stage].append(rank)
         return tuple(map(tuple, ranks_of_stage))
 
+    @property
+    def copies(self) -> int:
+        """The number of copies of the stage that has the most."""
+        return max(map(len, self.ranks_of_stage), default=1)
+
     def on_ranks(self, ranks: Sequence[int]) -> Schedule:
         """Return the schedule with the program of rank r on rank `ranks[r]`.
 

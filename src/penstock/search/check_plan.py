@@ -110,7 +110,7 @@ def _check_replicas(plan: Plan, request: PlanRequest) -> Iterator[str]:
             f"copies: layer {plan.layer_names[layer]} is on ranks {', '.join(map(str, ranks))}, "
             f"and cannot have copies: {request.unreplicable_layers[layer]}"
         )
-    replicas = max(map(len, plan.schedule.ranks_of_stage))
+    replicas = plan.schedule.copies
     allowed = request.max_replicas
     # A named schedule may consist of replicas, such as Chimera; its options do not ask for them.
     inherent = request.schedules is not None and "replicas" not in dict(plan.schedule_options)

@@ -331,7 +331,7 @@ def representative_pipeline(request: PlanRequest, proposal: Proposal) -> PlacedS
     # Rounded up: the first pipeline has the most micro-batches, and so the longest step.
     micro_batches = -(-proposal.micro_batches // pipelines)
     schedule = cached_schedule(proposal.schedule, proposal.stages, micro_batches, options)
-    if schedule.stream is not None or max(map(len, schedule.ranks_of_stage)) > 1:
+    if schedule.stream is not None or schedule.copies > 1:
         return None
     devices = proposal.devices or tuple(range(request.cluster.ranks))
     needed = pipelines * schedule.ranks

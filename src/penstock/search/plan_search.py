@@ -230,7 +230,7 @@ class PlanSearch:
         if schedule.synchronous and schedule.ranks != shape.ranks:
             return None
         # The two directions of Chimera are replicas as well.
-        replicas = shape.pipelines * max(map(len, schedule.ranks_of_stage))
+        replicas = shape.pipelines * schedule.copies
         if replicas > self.request.copies_allowed and self.request.schedules is None:
             return None
         return schedule

@@ -63,7 +63,7 @@ def check_replicas(traced: TracedChain, setting: RunConfig) -> None:
 def _layers_in_replicas(traced: TracedChain, setting: RunConfig) -> list[str]:
     """Describe the layers that cannot be replicated, in stages that several ranks hold."""
     schedule = setting.schedule
-    if not _has_copies(schedule):
+    if schedule.copies == 1:
         return []
     reasons = single_copy_reasons(traced)
     bounds = traced.description.stage_bounds(setting.lengths)
@@ -133,11 +133,6 @@ def _hooks_on_meta(traced: TracedChain) -> list[str]:
         for name, kind in hooks.items()
         if name in on_meta
     ]
-
-
-def _has_copies(schedule: Schedule) -> bool:
-    """Whether several ranks hold the same stage."""
-    return any(len(ranks) > 1 for ranks in schedule.ranks_of_stage)
 
 
 class ReplicatedStage(Stage):

@@ -82,6 +82,7 @@ def grid_entry(path: Path) -> StudyEntry:
     grid = read_yaml(path, GridFile, kind="study")
     name = path.stem
     study = Grid(name, grid, str(path))
+    # Its cells are not needed yet: this raises what is wrong with the file.
     study.cells(Settings())
     about = grid.title or f"The grid of {path.name}."
     return StudyEntry(name, lambda: study, about, limit_s=600.0)

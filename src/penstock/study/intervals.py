@@ -145,6 +145,7 @@ def incomplete_beta(x: float, a: float, b: float) -> float:
 
 def _beta_fraction(x: float, a: float, b: float) -> float:
     """Return the continued fraction of the incomplete beta function."""
+    # Ratios of successive numerators (c) and denominators (1 / d) of the fraction.
     c, d = 1.0, 1 / _nonzero(1 - (a + b) * x / (a + 1))
     value = d
     for m in range(1, _TERMS):

@@ -29,6 +29,11 @@ def runs_that_ended(records: Iterable[Record]) -> list[Record]:
     return [record for record in records if record.ok and record.outcome.seconds]
 
 
+def step_seconds(records: Iterable[Record]) -> list[float]:
+    """Return the median seconds of a step, or epoch, of each run that ended."""
+    return [typical_seconds(record) for record in runs_that_ended(records)]
+
+
 def peaks_of(records: Iterable[Record]) -> list[int]:
     """Return the largest peak memory of a rank, in bytes, of every run that measured it."""
     return [max(record.outcome.peak_bytes) for record in records if record.outcome.peak_bytes]
@@ -79,7 +84,7 @@ def record_row(records: Sequence[Record]) -> tuple[Value, ...]:
     """Return the row of a group of repetitions, in the columns `RECORD_COLUMNS`."""
     cell = records[0].cell
     ended = runs_that_ended(records)
-    interval = mean_interval([typical_seconds(record) for record in ended])
+    interval = mean_interval(step_seconds(ended))
     losses = last_losses(ended)
     return (
         cell.system_label,

@@ -370,8 +370,8 @@ def _dimensions(tensors: Sequence[Tensor]) -> dict[str, Any]:
     """
 
     def dynamic_sizes(tensor: Tensor) -> dict[int, Any]:
-        # Floats are (samples, tokens, features), or have samples first; integers are tokens.
         """Return the dimensions of an input whose sizes may change."""
+        # Floats are (samples, tokens, features), or have samples first; integers are tokens.
         leading = 2 if tensor.dim() == 3 else 1
         if not tensor.is_floating_point():
             leading = tensor.dim()
@@ -428,6 +428,7 @@ def _check_constants(holder: fx.GraphModule) -> None:
             )
         if isinstance(value, Tensor) and (value.is_meta or isinstance(value, FakeTensor)):
             name = str(node.target).removeprefix("model.")
+            # Parameters and buffers are fake in the trace; the layers have the real ones.
             if id(value) in state_ids and not name.startswith("lifted_tensor"):
                 continue
             raise Refused(

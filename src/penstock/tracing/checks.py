@@ -94,6 +94,7 @@ def _spans(code: CodeType) -> dict[int, _Span | None]:
     """Return the source position of every instruction, by its offset."""
     spans: dict[int, _Span | None] = {}
     for index, (first, last, begin, end) in enumerate(code.co_positions()):
+        # There is one position for each unit of two bytes, caches included.
         is_complete = None not in (first, last, begin, end)
         span = (first, last, begin, end) if is_complete else None
         spans[2 * index] = span  # type: ignore[assignment]

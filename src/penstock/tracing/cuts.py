@@ -140,10 +140,14 @@ def cut(
     windows = _windows(flow, len(keys), home)
     begins: list[int | None] = []
     next_begin = len(flow.order)
+    # From the last layer to the first, because an empty layer begins where the next one does.
     for number in range(len(keys) - 1, -1, -1):
         group = group_of.get(keys[number])
-        if group is None or number == 0:
-            begins.append(next_begin if group is None else 0)
+        if group is None:
+            begins.append(next_begin)
+            continue
+        if number == 0:
+            begins.append(0)
             continue
         earliest, latest = windows[number]
         previous_end = groups[group - 1].last + 1 if group > 0 else 0
@@ -180,6 +184,7 @@ class _SharedMemory:
         values: dict[int, list[tuple[int, int]]] = {memory: [] for memory in last_change}
         for index, node in [*((-1, node) for node in flow.inputs), *enumerate(flow.order)]:
             memory = flow.memory_of[node]
+            # A value that no op uses crosses no cut.
             if memory in values and node in flow.last_use:
                 values[memory].append((index, flow.last_use[node]))
         return cls(

@@ -71,6 +71,7 @@ class Domain:
                     if values.setdefault(expression, size) != size:
                         return None
                 else:
+                    # Decided below, when the values of all symbols are known.
                     derived.append((expression, size))
         if any(expression.xreplace(values) != size for expression, size in derived):
             return None

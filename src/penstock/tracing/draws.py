@@ -81,6 +81,7 @@ class _Source:
         key = inner.get("key")
         if key is None:
             return pickle.dumps(state)
+        # MT19937 has an array in its state, which `==` would compare element by element.
         return key.tobytes(), inner["pos"], state.get("has_gauss")
 
 
@@ -151,6 +152,7 @@ class Draws:
             )
             raise Drawn(self._message(), place=self._place)  # the forward ends here
         if event == "return":
+            # What follows a return runs in the caller, so the next change of state is of its line.
             outer = frame.f_back
             while outer is not None and not is_users(outer.f_code.co_filename):
                 outer = outer.f_back
@@ -232,6 +234,7 @@ def _refusing(model: nn.Module) -> Iterator[None]:
     thread = threading.get_ident()
     names_of: dict[int, list[tuple[dict[str, Any], str]]] = {}
     for module in (time, os, random, uuid, torch, torch.random, *_files_of(model)):
+        # A function may have further names, by `from time import time` or `random._urandom`.
         for name, value in vars(module).items():
             names_of.setdefault(id(value), []).append((vars(module), name))
     replaced: list[tuple[dict[str, Any], str, Any]] = []
@@ -269,6 +272,7 @@ def _refusing_seed(seed: Callable[..., None], thread: int) -> Callable[..., None
     """Return a replacement of `random.Random.seed` that refuses to seed from the system."""
 
     def seeds(self: random.Random, *args: Any, **kwargs: Any) -> None:
+        # The seed is the only argument, by position or by name; None stands for the system's bits.
         is_unseeded = (*args, *kwargs.values(), None)[0] is None
         if (
             is_unseeded

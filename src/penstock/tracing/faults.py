@@ -65,6 +65,7 @@ def fault(model: nn.Module, error: BaseException, *, runs: bool = True) -> Chain
 def is_standard(filename: str) -> bool:
     """Return whether a file belongs to Python's standard library."""
     folder = sysconfig.get_paths()["stdlib"]
+    # Installed packages lie below the folder of the standard library.
     return filename.startswith((folder, "<frozen")) and "-packages" not in filename
 
 

@@ -176,6 +176,7 @@ def _crossing(
     for index, node in [*((0, node) for node in inputs), *enumerate(order)]:
         last = last_use.get(node, -1)
         if last > index:
+            # It crosses the cuts from behind the op that computes it to before its last use.
             differences[index + 1] += size[node] + 1
             differences[last + 1] -= size[node] + 1
     return tuple(accumulate(differences))
@@ -218,6 +219,7 @@ def _ordered(graph: fx.Graph, weights: Mapping[fx.Node, str]) -> tuple[fx.Node, 
         if op_name(node) == "copy_" and node.args[0] in weights and not node.users
     ]
     order: list[fx.Node] = []
+    # Updates count as placed while the other ops are ordered, and are inserted afterwards.
     placed: set[fx.Node] = set(updates)
     for node in ops:
         _place(node, order, placed)

@@ -55,6 +55,7 @@ class Segment:
                 weights.append(node)
         earlier = dict.fromkeys(flow.live(ops.start))
         forwarded, leaving = [], []
+        # The last segment returns the outputs of the model, and nothing behind it takes values.
         for node in () if is_last else flow.live(ops.stop):
             if node in earlier:
                 forwarded.append(node.name)

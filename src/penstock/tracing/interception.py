@@ -108,6 +108,7 @@ def _ctc_loss(
     if mode is None:
         return functional.ctc_loss(log_probs, targets, *arguments)
     with disable_proxy_modes_tracing():
+        # (time, batch, classes) to (batch): shape and dtype of the loss, whose value is not used.
         rows = log_probs.sum(0).sum(-1)
         output = rows if values["reduction"] in ("none", 0) else rows.sum()
     name = interceptor.name_of(functional.ctc_loss)

@@ -54,6 +54,7 @@ def trace(model: nn.Module, example: Any) -> tuple[list[Part], Variants]:
     holds = []
     for tensors_by_name in layer_tensors:
         holds.append({first for first, _ in tensors_by_name.values()})
+    # The graphs of the example define the layers: graphs captured later may use no other tensors.
     variants.holds = holds
     parts: list[Part] = []
     occurrences: dict[str, int] = {}
@@ -61,6 +62,7 @@ def trace(model: nn.Module, example: Any) -> tuple[list[Part], Variants]:
         modules = _modules_of(variants, flows, index)
         base = path or next(iter(modules), "") or type(model).__name__
         occurrences[base] = occurrences.get(base, 0) + 1
+        # A module that is called twice is two layers.
         name = base if occurrences[base] == 1 else f"{base}#{occurrences[base]}"
         kind = type(model.get_submodule(path) if path else model).__name__
         layer = TracedLayer(index, variants, layer_tensors[index])
@@ -124,9 +126,11 @@ def _assign_tensors(model: nn.Module, variants: Variants) -> list[dict[str, tupl
             home[name] = layer
     for first in variants.tensors:
         layers = users.get(first, ())
+        # A tied tensor belongs to several layers, so its ops may be in any of them.
         if len(layers) == 1:
             variants.home[first] = layers[0]
     for name, first in variants.names.items():
+        # What is left is an alias of a used tensor, or a tensor that no op uses.
         if name in persistent and name not in home:
             layer = users[first][0] if first in users else _most_similar(name, home)
             assigned[layer][name] = first, True

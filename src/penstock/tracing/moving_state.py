@@ -80,13 +80,15 @@ def observe(
     read = flow.names_in((output, side_losses)) | flow.read_by_python
     suspects, unread = [], []
     for name in changed:
-        is_unfollowed = name not in harmless and _is_unfollowed(
-            name, buffers, state, flow, follow=follow
-        )
-        if name in read or is_unfollowed:
+        if name in read:
             suspects.append(name)
-        elif name not in harmless:
+        elif name in harmless:
+            continue
+        elif _is_unfollowed(name, buffers, state, flow, follow=follow):
+            suspects.append(name)
+        else:
             unread.append(name)
+    # Changed, and not read by this forward: only a backward of the user's could still read it.
     if unread and _may_read_backwards(state, output, rerun):
         suspects += unread
     findings += [f"buffer {name} is changed by a forward and read by the next" for name in suspects]
@@ -226,6 +228,7 @@ def _on_copies(state: ModuleState) -> Iterator[None]:
     outer = collect_side_losses([])
     try:
         for holder, key, buffer in originals:
+            # One copy per buffer, so that a buffer of two modules stays shared.
             holder[key] = copies.setdefault(id(buffer), buffer.detach().clone())
         yield
     finally:

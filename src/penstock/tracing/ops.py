@@ -87,6 +87,7 @@ def memory_ids(nodes: Sequence[fx.Node]) -> dict[fx.Node, int]:
         parent.append(number)
         number_of[node] = number
         shared = [
+            # The address of the storage object: fake tensors have no address of data.
             by_storage.setdefault(tensor.untyped_storage()._cdata, number)
             for tensor in output_tensors(node)
         ]
@@ -128,6 +129,7 @@ def written(node: fx.Node) -> list[fx.Node]:
         for argument, value in _arguments(node)
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
+    # Arguments 3 and 4 are mean and variance; argument 5 tells whether they are updated.
     if op_name(node) in ("batch_norm", "instance_norm") and node.args[5]:
         targets += node.args[3:5]
     return [leaf for leaf in pytree.tree_leaves(targets) if isinstance(leaf, fx.Node)]
@@ -214,6 +216,7 @@ def draws(node: fx.Node) -> bool:
         return any(draws(op) for op in subgraph[1].graph.nodes if op.op == "call_function")
     if not is_seeded(node.target):
         return False
+    # Dropout, RNNs and attention draw only in training, and with a rate above 0.
     values = {argument.name: value for argument, value in _arguments(node)}
     if values.get("train") is False or values.get("training") is False:
         return False

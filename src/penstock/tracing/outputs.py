@@ -85,6 +85,7 @@ def _opened(value: Any) -> Any:
 
 
 def _init_fields(kind: Any) -> list[str]:
+    # The others cannot be passed to the constructor, which `_closed` calls.
     return [field.name for field in fields(kind) if field.init]
 
 

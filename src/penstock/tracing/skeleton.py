@@ -59,6 +59,7 @@ def replace_tensors(model: nn.Module, memo: dict[int, object], device: str) -> N
     for tensor in (*model.parameters(), *model.buffers()):
         if id(tensor) in memo:
             continue
+        # With the same strides: whether a view of a tensor is possible depends on them.
         empty: Tensor = torch.empty_strided(
             tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device
         )

@@ -164,6 +164,7 @@ class TracedLayer(nn.Module):
 
     def forward(self, value: Any) -> Any:
         """Run the layer."""
+        # The inputs of the model, which the first layer takes, may be a dict as well.
         if type(value) is dict and INPUTS in value:
             inputs = value[INPUTS]
         else:

@@ -190,6 +190,7 @@ class Variants:
         self.keys = tuple(layer_keys(flows, self.skeleton))
         for training, captured, flow in zip((True, False), captures, flows, strict=True):
             self._add(form, training, captured, flow)
+        # From now on the user may change the model, so the next capture copies its state first.
         self._is_skeleton_current = False
         return flows
 
@@ -201,6 +202,7 @@ class Variants:
         """
         exact = self._exact_key(form)
         graphs = self._graphs[training][0]
+        # Without the lock: this is the usual case, and a look-up in a dict is atomic.
         variant = graphs.exact.get(exact)
         if variant is not None:
             return variant
@@ -212,6 +214,7 @@ class Variants:
                     break
             else:
                 variant = self._capture_variant(form, training, graphs)
+            # Only a shortcut: what is dropped here is looked up by its kind again.
             if len(graphs.exact) > _MAX_EXACT:
                 graphs.exact.clear()
             graphs.exact[exact] = variant

@@ -74,6 +74,7 @@ def _check_optimizer(config: TrainConfig, rule: WeightRule) -> None:
     options = rule.with_defaults(config.weights_options)
     if not rule.optimizers:
         return  # the rule supports all optimizers
+    # The rule's own constructor refuses; that needs an optimizer, and any parameter.
     update = Update.make([nn.Parameter(torch.zeros(1))], optimizer_factory(config))
 
     def any_use(number: int) -> Use:

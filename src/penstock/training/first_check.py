@@ -14,7 +14,6 @@ from dataclasses import replace
 from penstock.errors import RunError
 from penstock.runtime.comparison.one_device_comparison import Comparison
 from penstock.runtime.pipeline import Pipeline
-from penstock.schedule.op import Schedule
 from penstock.training.config import TrainConfig
 from penstock.training.task import Task
 
@@ -35,7 +34,7 @@ def check_first_batch(pipe: Pipeline, task: Task, config: TrainConfig) -> str:
     """
     x, y = next(task.epoch(config, 0))
     comparison = pipe.compare_with_one_device(x, y)
-    if _has_replicas(pipe.setting.schedule):
+    if pipe.setting.schedule.copies > 1:
         # Batch norm's buffers are those of the first replica, as documented; other buffers are
         # refused.
         comparison = replace(comparison, buffers={})
@@ -43,11 +42,6 @@ def check_first_batch(pipe: Pipeline, task: Task, config: TrainConfig) -> str:
     if fault:
         raise RunError(fault)
     return str(line)
-
-
-def _has_replicas(schedule: Schedule) -> bool:
-    """Whether a stage has several replicas."""
-    return any(len(ranks) > 1 for ranks in schedule.ranks_of_stage)
 
 
 def _evaluate(comparison: Comparison, config: TrainConfig) -> tuple[str, str]:
@@ -58,6 +52,7 @@ def _evaluate(comparison: Comparison, config: TrainConfig) -> tuple[str, str]:
     tolerance = _TOLERANCE if config.autocast is None else _MIXED_TOLERANCE
     whole = comparison.whole
     advice = "--no-self-check trains without this check"
+    # In this form, because NaN compares false.
     if not comparison.relative <= tolerance:
         return "", (
             "the self-check failed: on the first batch the pipeline differs from plain training on "

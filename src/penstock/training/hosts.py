@@ -291,17 +291,21 @@ def _profiles_of_hosts(config: TrainConfig, place: _Place) -> dict[str, Profile]
     host_ranks = place.host_ranks
     most = 1 if place.device.type == "cuda" else cores
     counts = all_gather(min(most, len(host_ranks)), int)
-    groups = {}
+    measuring_ranks: dict[str, list[int]] = {}
     for host in hosts:
         ranks = [rank for rank, name in enumerate(place.hosts) if name == host]
-        ranks = ranks[: counts[ranks[0]]]
+        measuring_ranks[host] = ranks[: counts[ranks[0]]]
+    # `new_group` is a collective of all ranks: each rank creates the groups of all hosts.
+    groups = {}
+    for host, ranks in measuring_ranks.items():
         groups[host] = dist.new_group(ranks, backend="gloo")
-    group = groups[place.hosts[dist.get_rank()]]
+    this_rank = dist.get_rank()
+    this_name = place.hosts[this_rank]
     text = ""
-    if dist.get_rank() in host_ranks[: counts[host_ranks[0]]]:
-        together = group if counts[host_ranks[0]] > 1 else False
+    if this_rank in measuring_ranks[this_name]:
+        together = groups[this_name] if len(measuring_ranks[this_name]) > 1 else False
         profile = profile_rank(config, place.threads, together, place.device)
-        text = to_json(profile) if dist.get_rank() == host_ranks[0] else ""
+        text = to_json(profile) if this_rank == host_ranks[0] else ""
     texts = all_gather(text, str)
     profiles = {}
     for host in hosts:
@@ -324,6 +328,7 @@ def _cluster(place: _Place, profiles: dict[str, Profile]) -> tuple[Cluster, dict
     for host in hosts:
         profile = profiles[host]
         devices.append(Device(profile.device, 1, kind))
+        # Steps of the whole model per second, to compare the hosts.
         speeds.append(1 / sum(profile.step_seconds(profile.batch)))
     kinds = [device.name for device in name_by_kind(devices, speeds)]
     by_kind: dict[str, Profile] = {}
@@ -337,6 +342,7 @@ def _cluster(place: _Place, profiles: dict[str, Profile]) -> tuple[Cluster, dict
         ", ".join(hosts) if len(hosts) <= _NAMED_HOSTS else f"{len(hosts)} hosts",
         tuple(ranks_devices),
         1,
+        # With one host there is no link between hosts, with one rank on each none inside.
         inside or between or LOOPBACK,
         between or inside or LOOPBACK,
         tuple(hosts.index(host) for host in place.hosts),

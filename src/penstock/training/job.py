@@ -136,6 +136,7 @@ def plan_run(
         chosen_plan = load_plan_for(config.plan, traced, cluster)
     else:
         chosen_plan = _plan(config, profiles, cluster)
+    # Raises an error for a plan whose lengths are not those of this model.
     traced.description.stage_bounds(chosen_plan.lengths)
     predicted = simulate_plan(chosen_plan, profiles, cluster)
     folder = make_folder(config)
@@ -402,6 +403,7 @@ def make_folder(config: TrainConfig) -> Path:
     for number in range(1, 10_000):
         folder = Path("runs") / (name if number == 1 else f"{name}-{number}")
         try:
+            # Refuses an existing folder, so that two runs that start at once have two.
             folder.mkdir(parents=True)
         except FileExistsError:
             continue

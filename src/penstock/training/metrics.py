@@ -139,6 +139,7 @@ class Metrics:
         try:
             self._lines.close()
         except OSError as close_error:
+            # An error of the run itself is not replaced by one of closing its log.
             if error is None:
                 raise self._write_error(close_error) from close_error
         for board in self._boards:

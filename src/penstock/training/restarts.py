@@ -43,6 +43,7 @@ class _Signals:
     def start(self, processes: Sequence[RankProcess]) -> None:
         """Take over the processes of a new attempt."""
         self.processes = processes
+        # It has arrived between two attempts, when there was no rank to pass it on to.
         if self.ended:
             raise SystemExit(128 + signal.SIGTERM)
 

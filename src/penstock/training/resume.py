@@ -238,6 +238,7 @@ def drop_later_metrics(folder: Path, step: int) -> None:
         line_step = values.get("step") if isinstance(values, dict) else None
         if isinstance(line_step, int | float) and line_step <= step and line.endswith("\n"):
             lines.append(line)
+    # A loss of power leaves the old file or the new one, never a part.
     partial = path.with_suffix(".partial")
     partial.write_text("".join(lines))
     sync_file(partial)

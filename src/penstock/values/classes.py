@@ -167,5 +167,6 @@ def _lookup(module: str, path: str) -> Any:
     for part in path.split("."):
         if value is None:
             return None
+        # Not getattr, which could run the `__getattr__` of a module.
         value = vars(value).get(part) if hasattr(value, "__dict__") else None
     return value

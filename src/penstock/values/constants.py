@@ -138,6 +138,7 @@ def encode(value: Any) -> Any:
     writer = _WRITERS.get(cls)
     if writer is not None:
         return writer(value)
+    # A combination of flags is no member of its class.
     if isinstance(value, enum.Enum) and value.name in cls.__members__:
         remember(cls)
         return {"enum": [name_of(cls), value.name]}

@@ -145,6 +145,7 @@ def _attribute_label(names: Sequence[str], slots: Sequence[str], index: int) -> 
 def _split_dict(value: Any) -> tuple[Context, list[Any]]:
     """Split a dict into keys (with their types, unless all are strings) and values."""
     keys = tuple(value)
+    # Equal keys may differ in type, such as 1 and True.
     kinds = () if all(type(key) is str for key in keys) else tuple(map(type, keys))
     return (keys, kinds), list(value.values())
 
@@ -168,6 +169,7 @@ def _split_sequence(value: Any) -> tuple[Context, list[Any]]:
     """Split an object of a subclass of tuple or list into items and attributes."""
     base = tuple if isinstance(value, tuple) else list
     names, slots, attributes = _state(value)
+    # By the base's methods, since the user's class may iterate over something else.
     items = list(base.__iter__(value))
     return (len(items), names, slots), [*items, *attributes]
 
@@ -176,6 +178,7 @@ def _build_sequence(cls: type, context: Context, parts: list[Any]) -> Any:
     """Rebuild an object of a subclass of tuple or list."""
     count, names, slots = context
     if issubclass(cls, tuple):
+        # Without the constructor of the class, which may take other arguments.
         sequence: Any = tuple.__new__(cls, parts[:count])
     else:
         sequence = list.__new__(cls)

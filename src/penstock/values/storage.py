@@ -35,6 +35,7 @@ def overlapping(tensors: Sequence[Tensor]) -> tuple[tuple[int, int], ...]:
     for index, tensor in enumerate(tensors):
         if tensor.numel() and not tensor.is_meta:
             by_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append(index)
+    # The usual case: every tensor has memory of its own.
     if len(by_storage) == len(tensors):
         return ()
     pairs: list[tuple[int, int]] = []
@@ -95,6 +96,7 @@ def is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
         return True
     expected = 1
     for step, extent in sorted(zip(stride, shape, strict=True)):
+        # A dimension of one element may have any stride.
         if extent == 1:
             continue
         if step != expected:
@@ -122,6 +124,7 @@ def copy_stride(shape: tuple[int, ...], stride: Stride) -> Stride | None:
     compact.sort()
     reach = count = 1  # of the dimensions so far: elements of memory, and elements of the tensor
     for step, extent in compact:
+        # Elements overlap, or the positions of two dimensions interleave.
         if step < reach:
             return None
         reach, count = step * (extent - 1) + reach, count * extent

@@ -306,8 +306,8 @@ def _rows_to_steady_state(schedule: Schedule) -> tuple[list[BatchedOps], range]:
         # arrived from the other copies at their distance.
         batches = 2 * endless.steady + 3 * endless.batches
         if stream.waves is not None:
-            copies = max(map(len, schedule.ranks_of_stage))
-            batches = max(batches, (stream.waves.distance + 3) * stream.waves.length * copies)
+            waves = (stream.waves.distance + 3) * stream.waves.length
+            batches = max(batches, waves * schedule.copies)
         if batches > schedule.batches:
             rows = endless.rows(batches)
         steady = range(endless.steady * size, (endless.steady + endless.batches) * size)

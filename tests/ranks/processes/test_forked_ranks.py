@@ -50,7 +50,9 @@ def describe():
     }
 
 
-def test_launches_share_a_server_until_the_environment_changes(server, monkeypatch, tmp_path):
+def test_launches_share_a_server_until_the_environment_changes_or_it_is_killed(
+    server, monkeypatch, tmp_path
+):
     """Libraries read their settings from the environment when the server imports them. The folder of
     compiled code is no such setting: torch sets it in the launcher with the first optimizer.
     """
@@ -69,6 +71,18 @@ def test_launches_share_a_server_until_the_environment_changes(server, monkeypat
     assert (third["variable"], fourth["variable"]) == (None, "a value")
     assert fourth["parent"] != third["parent"]
     assert not psutil.pid_exists(third["parent"])
+
+    # The out-of-memory killer may choose the server: it takes its ranks with it and is replaced. The
+    # test shares the server, whose start takes seconds.
+    def kill_parent():
+        import threading
+
+        os.kill(os.getppid(), signal.SIGKILL)
+        threading.Event().wait()
+
+    with pytest.raises(RankDied, match=r"was killed by SIGKILL"):
+        launch(kill_parent, 1)
+    assert launch(os.getppid, 1)[0] not in (os.getpid(), fourth["parent"])
 
 
 def test_ranks_draw_different_numbers_and_hold_no_descriptor_of_each_other():
@@ -140,20 +154,6 @@ def test_output_goes_where_the_launchers_goes_now(capfd):
     for word in ("first", "second"):
         launch(print, 1, word)
         assert capfd.readouterr().out == f"{word}\n"
-
-
-def test_a_server_that_is_killed_takes_its_ranks_with_it_and_is_replaced(server):
-    """The out-of-memory killer may choose the server."""
-
-    def kill_parent():
-        import threading
-
-        os.kill(os.getppid(), signal.SIGKILL)
-        threading.Event().wait()
-
-    with pytest.raises(RankDied, match=r"was killed by SIGKILL"):
-        launch(kill_parent, 1)
-    assert launch(os.getppid, 1)[0] != os.getpid()
 
 
 def test_a_request_that_is_interrupted_ends_the_server(monkeypatch, tmp_path):

@@ -156,8 +156,8 @@ def test_all_differences_are_listed_by_ranks():
     """Ranks that agree with each other are listed together."""
     ranks = [description(), description(seed=1), description(seed=1, recompute="always")]
     lines = differences(ranks)
-    assert "seed: 0 on rank 0; 1 on ranks 1 and 2" in lines
-    assert "recompute: 'never' on ranks 0 and 1; 'always' on rank 2" in lines
+    assert "seed: 0 on rank 0; 1 on ranks 1, 2" in lines
+    assert "recompute: 'never' on ranks 0, 1; 'always' on rank 2" in lines
     message = message_of(lines)
     assert "2 differences" in message
     assert "every rank" in message.lower()

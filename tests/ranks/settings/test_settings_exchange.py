@@ -45,8 +45,8 @@ def test_every_rank_has_the_same_message_with_all_differences():
     assert all(isinstance(error, RanksDiffer) for error in errors)
     assert len({str(error) for error in errors}) == 1
     assert errors[0].differences == (
-        "seed: 0 on ranks 0 and 1; 1 on rank 2",
-        "layer 0: Linear on ranks 0 and 1; Conv2d on rank 2",
+        "seed: 0 on ranks 0, 1; 1 on rank 2",
+        "layer 0: Linear on ranks 0, 1; Conv2d on rank 2",
     )
 
 
@@ -77,6 +77,6 @@ def test_a_missing_rank_is_named_at_the_deadline():
     """It may still be reading its data."""
     with pytest.raises(
         DeadlineExceeded,
-        match=r"rank 0 has waited \d+ s for ranks 1 and 2 to make the same Pipeline",
+        match=r"rank 0 has waited \d+ s for ranks 1, 2 to make the same Pipeline",
     ):
         SettingsExchange(HashStore(), 0, 3, 0.01).compare(described(seed="0"))

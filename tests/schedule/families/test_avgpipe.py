@@ -33,7 +33,7 @@ def test_every_forward_comes_after_its_copys_last_update(stages, size):
 
 
 @given(st.integers(1, 8), st.integers(1, 8), st.integers(2, 4))
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=15)
 def test_there_is_no_bubble_where_the_other_copies_batches_fill_the_pipeline(
     stages, size, pipelines
 ):

@@ -49,7 +49,7 @@ def played(increments, ranks, batches):
 
 
 @given(streams(), st.integers(1, 25))
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 def test_portions_make_up_the_lowered_programs_of_any_number_of_batches(schedule, batches):
     """The run does not know how many come; whatever comes, every op runs once, in its place, with
     its transfers.

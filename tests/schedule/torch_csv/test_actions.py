@@ -179,7 +179,7 @@ ROW = st.lists(
 
 
 @given(st.lists(ROW, min_size=1, max_size=3))
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=200)
 def test_whatever_actions_stand_in_a_file_reading_and_proving_it_ends_in_our_errors(rows):
     """A file may have any content; a KeyError would mean that a case is not handled."""
     text = "\n".join(",".join(row) for row in rows)

@@ -88,7 +88,7 @@ def uneven(draw, most_transfer: float = 3.0) -> Costs:
 
 
 @given(uneven(), st.integers(1, 20), st.data())
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=80)
 def test_for_any_costs_it_is_sound_and_stays_in_any_memory(costs, m, data):
     """The limit is a promise: a micro-batch more, and a rank is out of memory."""
     p = len(costs.forward)

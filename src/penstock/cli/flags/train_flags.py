@@ -76,6 +76,7 @@ def _value(name: str, value: Any) -> Any:
     if _is_mapping(name):
         parse = named_numbers if dict[str, float] in _TYPES[name] else named_values
         return parse(_singular(name), value)
+    # A field such as `stages` takes a number or a word; its flag takes any text.
     if isinstance(value, str) and int in _TYPES[name] and value.isdecimal():
         return int(value)
     return value

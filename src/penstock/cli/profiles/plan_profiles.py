@@ -68,6 +68,7 @@ def load_or_make_profiles(
 
 def _is_model(text: str) -> bool:
     """Whether a word names a model, not a file."""
+    # A JSON file that does not exist is a profile: the error is that it cannot be read.
     return (not Path(text).is_file() and Path(text).suffix != ".json") or text.startswith("hf:")
 
 

@@ -98,6 +98,7 @@ def _entry(name: str, flags: Flags) -> tuple[StudyEntry, Settings]:
     try:
         return study_entry(name), settings
     except UnknownName as error:
+        # The study of convergence has flags of its own, and is not in the catalogue.
         raise UnknownName("study", name, sorted((*error.valid_names, CONVERGENCE))) from None
 
 

@@ -50,6 +50,7 @@ def make(job: Job) -> Step:
         total = torch.zeros(())
         for index, (part, target) in enumerate(zip(x.chunk(count), y.chunk(count), strict=True)):
             last = index == count - 1
+            # The sums of the gradients over the ranks are made once, in the last backward.
             with contextlib.nullcontext() if last else network.no_sync():
                 loss = job.loss(network(part), target) / count
                 loss.backward()  # type: ignore[no-untyped-call]

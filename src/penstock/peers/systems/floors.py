@@ -92,6 +92,7 @@ def pipeline(job: Job, before: Line | None, after: Line | None, order: Iterator[
     optimizer = job.optimizer(part.parameters())
     count = job.setup.micro_batches
     share = 1 / count
+    # Leaves of the graph in the memory where messages arrive, so that nothing is copied.
     received = [place.detach().requires_grad_() for place in before.places] if before else []
     lines = [line for line in (before, after) if line]
     loss = job.loss
@@ -119,6 +120,7 @@ def pipeline(job: Job, before: Line | None, after: Line | None, order: Iterator[
             output = outputs[m]
             assert output is not None
             output.backward(after.wait(m) if after else None)  # type: ignore[no-untyped-call]
+            # Frees the graph before the next op runs.
             outputs[m] = output = None
             if before:
                 gradient = received[m].grad
@@ -163,6 +165,7 @@ class Gloo:
     def send(self, micro_batch: int, tensor: Tensor) -> None:
         """See `Line`."""
         work = self._dist.isend(tensor, self._other, tag=micro_batch)
+        # With the tensor, which must stay allocated until it has been sent.
         self._sends.append((work, tensor))
 
     def end(self) -> None:
@@ -217,6 +220,7 @@ def _map_places(
     place_bytes = -(-size // _PAGE_BYTES) * _PAGE_BYTES
     path = folder / f"{direction[0]}-{direction[1]}"
     length = _PAGE_BYTES + count * place_bytes
+    # Opened by both ranks: the first creates the file, and the second must not truncate it.
     with path.open("a+b") as file:
         os.ftruncate(file.fileno(), length)
         whole = mmap.mmap(file.fileno(), length)

@@ -86,7 +86,7 @@ def _check_replicable(setting: RunConfig, copies: int) -> None:
             f"{schedule.name} slices micro-batches, which the {copies} copies in the dimension "
             f"'dp' of the mesh do not support: {advice}"
         )
-    if any(len(ranks) > 1 for ranks in schedule.ranks_of_stage):
+    if schedule.copies > 1:
         raise SettingError(
             f"the schedule has copies of stages, and the dimension 'dp' of the mesh has {copies} "
             f"copies of the pipeline: plan for the {schedule.ranks // copies or 1} ranks of one "

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.units import format_count
+from penstock.units import format_count, format_ranks
 
 #: Instead of a checksum of a layer's weights: they are on the meta device.
 META = "meta"
@@ -110,18 +110,10 @@ def _compare(topic: str, values: Mapping[int, str]) -> list[str]:
     if len(groups) < 2:
         return []
     parts = [
-        f"{text} on {ranks_in_words(ranks)}"
+        f"{text} on {format_ranks(ranks)}"
         for text, ranks in zip(shortened(list(groups)), groups.values(), strict=True)
     ]
     return [f"{topic}: {'; '.join(parts)}"]
-
-
-def ranks_in_words(ranks: Sequence[int]) -> str:
-    """List ranks as `rank 1`, or `ranks 0, 2 and 3`."""
-    numbers = [str(rank) for rank in ranks]
-    if len(numbers) == 1:
-        return f"rank {numbers[0]}"
-    return f"ranks {', '.join(numbers[:-1])} and {numbers[-1]}"
 
 
 def shortened(texts: Sequence[str]) -> list[str]:

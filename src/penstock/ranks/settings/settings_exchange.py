@@ -24,9 +24,9 @@ from penstock.ranks.settings.setting_differences import (
     Description,
     differences,
     message_of,
-    ranks_in_words,
 )
 from penstock.transport.process_group import lost_ranks, naming_lost_ranks
+from penstock.units import format_ranks
 
 _Init = TypeVar("_Init", bound=Callable[..., None])
 
@@ -130,7 +130,7 @@ class SettingsExchange:
             self.closed = True  # the other ranks have the same error already
             raise
         if missing:
-            awaited = f"{ranks_in_words(missing)} to make the same Pipeline"
+            awaited = f"{format_ranks(missing)} to make the same Pipeline"
             raise DeadlineExceeded(self.rank, awaited, self.deadline_s, [])
         return [json.loads(text) for text in self.store.multi_get(keys)]
 

@@ -63,6 +63,7 @@ def autopipe(stages: int, micro_batches: int, sliced: int | None = None) -> Sche
 
 def _slice_ops(program: Program, slicing: Slicing) -> Program:
     """Replace every op by one op per slice of its micro-batch."""
+    # A program of 1F1B ends with its only update.
     *work, update = program
     ops = []
     for op in work:

@@ -63,6 +63,7 @@ def chimera(stages: int, micro_batches: int, concatenation: str = "direct") -> S
     slots: list[list[tuple[int, int, Op]]] = [[] for _ in range(stages)]
     for direction, placement in enumerate(bidirectional(stages)):
         for m, forward, backward in stage_0_slots(stages, micro_batches, direction):
+            # A forward is on stage s after s slots; a backward is there s slots before stage 0.
             for stage, rank in enumerate(placement):
                 slots[rank].append((forward + stage, m, Op(Kind.F, stage, m)))
                 slots[rank].append((backward - stage, m, Op(Kind.B, stage, m)))

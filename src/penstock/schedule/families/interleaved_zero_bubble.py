@@ -83,6 +83,7 @@ def _program(
         ops.append(input_grad)
         if n >= lag:
             ops.append(weight_grads[n - lag])
+        # Empty in the cool-down, where no forwards are left.
         ops += forwards[ahead + n : ahead + n + 1]
     ops += weight_grads[max(0, len(input_grads) - lag) :]
     return with_updates(ops)

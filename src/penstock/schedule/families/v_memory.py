@@ -42,6 +42,7 @@ def v_half(stages: int, micro_batches: int) -> Schedule:
         ScheduleError: the number of stages is odd.
     """
     ranks = ranks_of_v("v-half", stages)
+    # For even p two slots of a rank would else be equal modulo six, see `from_block`.
     late = 3 if ranks % 2 == 0 else 0
     return _schedule(
         ranks,
@@ -77,6 +78,7 @@ def v_min(stages: int, micro_batches: int) -> Schedule:
         ScheduleError: the number of stages is odd.
     """
     ranks = ranks_of_v("v-min", stages)
+    # For a p that 3 divides, two slots of a rank would else be equal modulo six.
     late = 2 if ranks % 3 == 0 else 0
     return _schedule(
         ranks,

@@ -101,6 +101,7 @@ def period_of(schedule: Schedule) -> Period:
     """
     period = schedule.__dict__.get("_period")
     if not isinstance(period, Period):
+        # Into the dict, since a frozen dataclass takes no new attribute.
         period = schedule.__dict__["_period"] = _find_period(schedule)
     return period
 

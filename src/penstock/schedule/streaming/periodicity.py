@@ -62,6 +62,7 @@ class ProgramColumns:
             The head, the loop, and the number of U ops of each stage in the loop; None if the
             program does not contain the loop at least twice.
         """
+        # In the middle of the programs, neither the start nor the end of the stream shows.
         middle = (total // 2) // batches * batches
         in_loop = (self.batch >= middle) & (self.batch < middle + batches)
         length = int(np.count_nonzero(in_loop))

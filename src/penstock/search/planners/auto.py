@@ -329,7 +329,7 @@ def _matches(request: PlanRequest, plan: Plan) -> bool:
         schedule_allowed = plan.synchronous or request.asynchronous
     else:
         schedule_allowed = plan.schedule_name in {facts.name for facts in request.families()}
-    replicas = max(map(len, plan.schedule.ranks_of_stage))
+    replicas = plan.schedule.copies
     return all(
         (
             schedule_allowed,

@@ -33,6 +33,7 @@ _FLUSH_COLOUR, _FAILED_COLOUR, _GRID_COLOUR, _LABEL_COLOUR = (
 _STYLE = {
     "font.family": "DejaVu Sans",
     "font.size": 8,
+    # Ids of clip paths depend on this; by default they are random.
     "svg.hashsalt": "penstock",
     "svg.fonttype": "none",
     "axes.edgecolor": "#5b6675",
@@ -129,6 +130,7 @@ def _panel_grid(
 
     rows = -(-count // columns)
     figure = Figure(figsize=(size[0] * columns, size[1] * rows), layout="constrained")
+    # Not by pyplot, which would keep a reference to every figure.
     FigureCanvasAgg(figure)
     grid = figure.subplots(rows, columns, squeeze=False, **options).ravel().tolist()
     for unused in grid[count:]:
@@ -151,6 +153,7 @@ def _curve_figure(results: Results, task: str, label: str, scale: Scale) -> Figu
         scale: of the x axis.
     """
     groups = [group for group in results.of_task(task) if scale(group) is not None]
+    # Here and below, `group[1:3]` are its optimizer and its rule.
     panels = list(dict.fromkeys(group[1:3] for group in groups if group.rule != BASELINE))
     if not panels:
         return None
@@ -190,6 +193,7 @@ def _loss_limits(results: Results, groups: Sequence[Group]) -> tuple[float, floa
                 first_losses.append(run.losses[0])
                 final_losses.append(final_loss(run.losses))
     highest, lowest = max(first_losses), min(final_losses)
+    # An axis from 0 would press losses that fall little into its upper part.
     bottom = 0.0 if lowest < 0.3 * highest else 0.9 * lowest
     return bottom, 1.25 * highest
 

@@ -44,6 +44,7 @@ def _row(results: Results, group: Group) -> tuple[str, ...]:
     values = conclusion.values
     difference = ""
     if conclusion.difference is not None and group.rule != BASELINE:
+        # The number without its unit, which is that of the column `test`.
         difference = metric.difference(0.0, conclusion.difference).split()[0]
     final_losses = [final_loss(run.losses) for run in results.groups[group] if run.losses]
     mean_final_loss = Spread(tuple(final_losses)).mean if final_losses else float("nan")

@@ -202,6 +202,7 @@ class Results:
                 }
             )
         record_rows = [self._record_row(record, thin) for record in self.records]
+        # The keys of schema 1, which are older than the names of the attributes.
         tables = (
             ("paces", throughput_rows),
             ("verdicts", conclusion_rows),

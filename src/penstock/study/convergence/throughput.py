@@ -161,6 +161,7 @@ def _time_batches(case: Case) -> float:
 
     def timed_stream() -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the batches and note when each is asked for."""
+        # The additional request is the end of the last timed batch.
         for batch in stream(task, config, _WARM_UP_BATCHES + _TIMED_BATCHES + 1):
             request_times.append(time.perf_counter())
             yield batch

@@ -94,6 +94,7 @@ class _Run:
         inputs = self._needs(self._op(rank))
         missing = [op for op in inputs if op not in self.host_end]
         if missing:
+            # Tried again when this one has ended; others may be missing then.
             self.waiting.setdefault(missing[0], []).append(rank)
             return
         self.started[rank] = max([self.thread_free[rank], *(self.host_end[op] for op in inputs)])

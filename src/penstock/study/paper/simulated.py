@@ -192,6 +192,7 @@ def process_each_step(cell: PublishedCell, engine: Engine) -> float:
     cut = lengths(cell.gpus, m)
     launched, devices = launches(cut), device_seconds(cut, BATCH / m)
     forward = [
+        # The host launches ahead of the device, so the slower of the two sets the pace.
         max(n * engine.launch_s, f) + engine.task_s
         for (n, _, _), (f, _) in zip(launched, devices, strict=True)
     ]
@@ -229,6 +230,7 @@ def host_residual(fitted_to: Sequence[PublishedCell]) -> Callable[[Sequence[floa
 
     def residual(values: Sequence[float]) -> float:
         """Return the residual of some numbers."""
+        # `Host.locked` is a share.
         if values[1] > 1:
             return math.inf
         return sum(

@@ -30,8 +30,7 @@ from penstock.study.tables import (
     by_group,
     peaks_of,
     reason_of,
-    runs_that_ended,
-    typical_seconds,
+    step_seconds,
 )
 
 STUDY = "factors"
@@ -138,11 +137,6 @@ def _cell(factor: str, value: int | str, settings: Settings) -> Cell:
     )
 
 
-def _seconds(records: Sequence[Record]) -> list[float]:
-    """Return the median step of each repetition that ended."""
-    return [typical_seconds(record) for record in runs_that_ended(records)]
-
-
 _COLUMNS = (
     Column("value"),
     Column("runs", "number", 0, "repetitions that ended"),
@@ -157,7 +151,7 @@ _COLUMNS = (
 
 def _section(factor: str, rows: Sequence[tuple[int | str, list[Record]]]) -> Section:
     """Return the table and the chart of a factor."""
-    means = [statistics.fmean(_seconds(group)) for _, group in rows if _seconds(group)]
+    means = [statistics.fmean(step_seconds(group)) for _, group in rows if step_seconds(group)]
     fastest = min(means, default=0.0)
     table_rows = tuple(_row(value, group, fastest) for value, group in rows)
     table = Table(
@@ -171,7 +165,7 @@ def _section(factor: str, rows: Sequence[tuple[int | str, list[Record]]]) -> Sec
 
 def _row(value: int | str, group: Sequence[Record], fastest: float) -> tuple[Value, ...]:
     """Return the row of a value of a factor."""
-    interval = mean_interval(_seconds(group))
+    interval = mean_interval(step_seconds(group))
     bubble = None
     if group:
         cell = group[0].cell
@@ -192,7 +186,7 @@ def _chart(factor: str, rows: Sequence[tuple[int | str, list[Record]]]) -> Chart
     """Return a bar per value, with the interval over repetitions."""
     bar_rows = []
     for value, group in rows:
-        interval = mean_interval(_seconds(group))
+        interval = mean_interval(step_seconds(group))
         if interval is not None:
             low = interval.mean if interval.low is None else max(0.0, interval.low)
             high = interval.mean if interval.high is None else interval.high
@@ -213,7 +207,9 @@ def _conclusion(factor: str, rows: Sequence[tuple[int | str, list[Record]]]) -> 
     """Return which values are the fastest and slowest, and by how much; empty with fewer than two
     values.
     """
-    means = {value: statistics.fmean(_seconds(group)) for value, group in rows if _seconds(group)}
+    means = {
+        value: statistics.fmean(step_seconds(group)) for value, group in rows if step_seconds(group)
+    }
     if len(means) < 2:
         return ""
     best = min(means, key=lambda value: means[value])

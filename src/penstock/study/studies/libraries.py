@@ -129,6 +129,7 @@ def _entrants(base: Cell) -> list[Cell]:
             for variant in VARIANTS.get(name, ((),)):
                 more = options(dict(variant), **dict(base.options))
                 cells.append(replace(base, system=name, schedule=schedule, options=more))
+    # False sorts first, and the order of all others stays.
     cells.sort(key=lambda cell: (cell.system, cell.schedule) != REFERENCE)
     return cells
 
@@ -209,6 +210,7 @@ def _table(
     for record in records:
         if record.cell.system != BOUND:
             rows.append(_row(record, reference, bound))
+    # Rows without a time come last.
     rows.sort(key=lambda row: (row[1] is None, row[1] if isinstance(row[1], float) else 0.0))
     return Table(name, title, _COLUMNS, tuple(rows), "", ("records.jsonl",))
 

@@ -21,7 +21,7 @@ from penstock.study.catalogue import register
 from penstock.study.cell import Cell, Options, options
 from penstock.study.records import Record
 from penstock.study.settings import Settings
-from penstock.study.tables import by_group, reason_of, runs_that_ended, typical_seconds
+from penstock.study.tables import by_group, reason_of, step_seconds
 
 STUDY = "memory"
 _MIB = 2**20
@@ -124,7 +124,7 @@ def _pairs(records: Sequence[Record]) -> Pairs:
 
 def _seconds(records: Sequence[Record]) -> float | None:
     """Return the mean over repetitions of the median step; None without any."""
-    seconds = [typical_seconds(record) for record in runs_that_ended(records)]
+    seconds = step_seconds(records)
     return statistics.fmean(seconds) if seconds else None
 
 

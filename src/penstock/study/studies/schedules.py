@@ -36,7 +36,7 @@ from penstock.study.intervals import mean_interval
 from penstock.study.records import Outcome, Record
 from penstock.study.settings import Settings
 from penstock.study.statistics import final_loss
-from penstock.study.tables import by_group, peaks_of, reason_of, runs_that_ended, typical_seconds
+from penstock.study.tables import by_group, peaks_of, reason_of, runs_that_ended, step_seconds
 from penstock.tracing.traced_chain import chain
 from penstock.training.config import TrainConfig
 from penstock.training.optimizer import optimizer_factory
@@ -203,11 +203,6 @@ _COLUMNS = (
 Groups = dict[Cell, list[Record]]
 
 
-def _batch_s(group: Sequence[Record]) -> list[float]:
-    """Return the median seconds of a batch per repetition that ended."""
-    return [typical_seconds(record) for record in runs_that_ended(group)]
-
-
 def _loss(group: Sequence[Record]) -> float | None:
     """Return the final loss, averaged over repetitions; None without any."""
     losses = [final_loss(record.outcome.losses) for record in runs_that_ended(group)]
@@ -217,7 +212,9 @@ def _loss(group: Sequence[Record]) -> float | None:
 def _table(name: str, groups: Groups) -> Table:
     """Return a row per schedule and rule, the fastest first."""
     means = {
-        cell: statistics.fmean(_batch_s(group)) for cell, group in groups.items() if _batch_s(group)
+        cell: statistics.fmean(step_seconds(group))
+        for cell, group in groups.items()
+        if step_seconds(group)
     }
     fastest = min(means.values(), default=0.0)
     rows = []
@@ -228,7 +225,7 @@ def _table(name: str, groups: Groups) -> Table:
 
 def _row(cell: Cell, group: Sequence[Record], fastest: float) -> tuple[Value, ...]:
     """Return the row of a schedule with a rule."""
-    interval = mean_interval(_batch_s(group))
+    interval = mean_interval(step_seconds(group))
     stages = next((record.outcome.extra["stages"] for record in group if record.ok), None)
     return (
         cell.schedule,
@@ -251,7 +248,7 @@ def _chart(groups: Groups) -> Chart:
         loss = _loss(group)
         if loss is not None:
             label = f"{cell.schedule}, {cell.weights}"
-            series.append(Series(label, (statistics.fmean(_batch_s(group)),), (loss,)))
+            series.append(Series(label, (statistics.fmean(step_seconds(group)),), (loss,)))
     return Chart(
         "asynchronous-chart",
         "Time of a batch against loss",
@@ -276,9 +273,9 @@ def _summary(synchronous: Groups, asynchronous: Groups) -> tuple[str, ...]:
         )
     for kind, groups in (("synchronous", synchronous), ("asynchronous", asynchronous)):
         means = {
-            cell: statistics.fmean(_batch_s(group))
+            cell: statistics.fmean(step_seconds(group))
             for cell, group in groups.items()
-            if _batch_s(group)
+            if step_seconds(group)
         }
         if means:
             best = min(means, key=lambda cell: means[cell])

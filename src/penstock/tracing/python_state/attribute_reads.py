@@ -94,12 +94,14 @@ class Reads:
             if is_overridden:
                 module_class.__getattribute__ = plain
             else:
+                # nn.Module inherits this method from object: nothing of the replacement remains.
                 del module_class.__getattribute__
         self._check_written()
 
     def _record(self, names: dict[str, Any], name: str) -> None:
         """Record that an attribute is read. `names` is the `__dict__` of its module."""
         key = id(names)
+        # A module that the forward creates keeps nothing from one call to the next.
         if key not in self._dicts:
             return
         if name == "__dict__":
@@ -168,6 +170,7 @@ class Reads:
             return False
         if isinstance(new, torch.SymInt):
             return not _depends_on_data(new)
+        # 0 and 1 are as likely a flag or a counter as a size.
         return type(new) is int and new > 1 and new in self._lengths
 
     def _refuse(self, path: str, name: str, how: str) -> None:

@@ -59,6 +59,7 @@ def summary(value: Any, shared: Collection[int] = (), visited: set[int] | None =
     if isinstance(value, _ATOMS):
         return type(value).__name__, value
     if isinstance(value, Tensor):
+        # Any other tensor is a constant of the graph, so that its contents count.
         by_identity = id(value) in shared or isinstance(value, nn.Parameter)
         return "tensor", id(value), 0 if by_identity else version_of(value)
     if is_array(value):
@@ -132,12 +133,14 @@ def fields_of(value: Any) -> dict[str, Any] | None:
 
 def is_array(value: Any) -> bool:
     """Return whether a value is a NumPy array."""
+    # By name, so that a program without NumPy does not import it.
     return type(value).__module__ == "numpy" and type(value).__name__ == "ndarray"
 
 
 def array_bytes(value: Any) -> bytes:
     """Return the contents of a NumPy array; of a large one, evenly spaced elements."""
     if value.dtype.hasobject:
+        # The bytes of an array of objects are pointers.
         return repr(value).encode()
     if value.nbytes <= _LARGE:
         return bytes(value.tobytes())
@@ -158,6 +161,7 @@ def described(value: Any) -> str:
         return f"a {type(value).__name__}"
     if inspect.isroutine(value) or isinstance(value, type):
         return f"{getattr(value, '__qualname__', type(value).__name__)}"
+    # `MISSING` of `attribute_reads`, which stands for an attribute that does not exist.
     if type(value) is object:
         return "nothing"
     text = repr(value)

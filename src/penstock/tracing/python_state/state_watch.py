@@ -23,7 +23,6 @@ from penstock.tracing.python_state.python_values import (
     containers,
     described,
     is_array,
-    is_mutable,
     saved,
     summary,
     version_of,
@@ -154,6 +153,7 @@ class Watch:
         for names, key, value in self._items:
             if names.get(key, MISSING) is not value:
                 return False
+        # All of these dicts were empty: one that is true now has got a member or a hook.
         if any(self._empty):
             return False
         for members, ids, _ in self._ids:
@@ -179,6 +179,7 @@ class Watch:
     def changes(self) -> list[Change]:
         """Return the changes; none if all assigned values are equal to the previous ones."""
         changes = [*self._structure_changes()]
+        # An object may have changed in place since its digest was stored.
         self._summaries.clear()
         for variable in self._values:
             value = variable.names.get(variable.key, MISSING)
@@ -188,6 +189,7 @@ class Watch:
 
     def _structure_changes(self) -> Iterator[Change]:
         """Yield the changes of submodules, parameters, buffers and hooks."""
+        # Dicts that were empty are not in `_ids`, hence the default [] below.
         before = {id(names): ids for names, ids, _ in self._ids}
         for path, part in self._parts:
             for kind in _MEMBER_DICTS:
@@ -215,6 +217,7 @@ class Watch:
                         direction == "forward",
                     )
         for hooks, names, kind, _ in self._hooks:
+            # Only hooks of all modules have no kind.
             if not kind and list(hooks) != names:
                 yield Change("hooks of all modules (register_module_forward_hook) are others", True)
 
@@ -258,6 +261,7 @@ class Watch:
         function = getattr(value, "fget", None) or getattr(value, "__func__", value)
         if isinstance(function, FunctionType):
             yield from self._of_function(function, visited)
+            # The function may call those of the same name in the bases by super().
             for base in kind.__mro__[1:]:
                 if key in vars(base) and is_users_class(base) and base is not nn.Module:
                     yield from self._of_class(base, key, visited)
@@ -288,6 +292,7 @@ class Watch:
 
     def _summary(self, value: Any) -> Any:
         """Return a digest of a value, computed once for an object that many modules share."""
+        # The object is stored with its digest: once it is freed, another may get its id.
         entry = self._summaries.get(id(value))
         if entry is None or entry[0] is not value:
             entry = self._summaries[id(value)] = (value, summary(value, self._shared))
@@ -302,11 +307,7 @@ def _is_plain(value: Any) -> bool:
         return all(map(_is_plain, value))
     if isinstance(value, dict):
         return all(map(_is_plain, value.values()))
-    return (
-        not is_mutable(value)
-        and not callable(value)
-        and isinstance(value, (bool, int, float, complex, str, type(None)))
-    )
+    return isinstance(value, (bool, int, float, complex, str, type(None))) and not callable(value)
 
 
 def _global_hooks() -> list[Any]:

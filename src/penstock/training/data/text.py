@@ -128,6 +128,7 @@ def _encode(points: np.ndarray, vocabulary: np.ndarray) -> np.ndarray:
     """Return the index of every code point in the vocabulary, from 1; 0 if it is not in it."""
     import numpy as np
 
+    # For a code point above all others, searchsorted returns an index behind the last.
     indices = np.minimum(np.searchsorted(vocabulary, points), len(vocabulary) - 1)
     return np.where(vocabulary[indices] == points, indices + 1, 0)
 

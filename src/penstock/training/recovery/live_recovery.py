@@ -158,10 +158,11 @@ class LiveRecovery:
             devices: of this host.
             may_restart: whether there may be another attempt after it that could use their state.
         """
-        copies = any(len(ranks) > 1 for ranks in plan.schedule.ranks_of_stage)
         in_processes = devices.executor(plan.ranks) == "processes"
         files_in_memory = hasattr(os, "memfd_create")
-        possible = plan.synchronous and copies and in_processes and files_in_memory
+        possible = (
+            plan.synchronous and plan.schedule.copies > 1 and in_processes and files_in_memory
+        )
         self.stages = plan.stages if may_restart and possible else 0
         self.problem = ""
 
@@ -309,6 +310,7 @@ def _join(ranks: Mapping[int, object], deliveries: Mapping[int, Delivery]) -> Ch
             raise FileError(delivery.error)
         indexes.append(delivery.index)
     sums = {name: row for index in indexes for name, row in index.sums.items()}
+    # Each index has the sums of its rank's files alone; with all of them they must be equal.
     first, *others = [replace(index, sums=sums) for index in indexes]
     if any(other != first for other in others) or sums.keys() != set(first.files):
         raise FileError("the ranks have handed over states that do not belong together")

@@ -116,6 +116,7 @@ def _check_causal(model: nn.Module, data: Dataset, path: str) -> None:
     changed[:, -1] = (changed[:, -1] + 1) % data.classes
     model.eval()
     try:
+        # Only the last token differs, so no earlier prediction may change.
         before, after = (scores_of(model(inputs))[:, :-1] for inputs in (tokens, changed))
     except Exception:  # noqa: BLE001 - of the model, which the first trace will report
         return

@@ -133,6 +133,7 @@ class UserModel:
     def make(self, data: Dataset, options: Mapping[str, Any], seed: int) -> MadeModel:
         """See `ModelSource`. Parameters of the factory without a default get sizes of the data."""
         factory = load_attribute(self.reference, "--model")
+        # Forked, so that the caller's random numbers do not depend on the model.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             network = factory

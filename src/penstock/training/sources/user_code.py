@@ -70,12 +70,14 @@ def load_attribute(reference: str, setting: str) -> Any:
 def _import_module(name: str, reference: str, setting: str) -> ModuleType:
     """Import a module from the path of Python or from the current folder."""
     folder = str(Path.cwd())
+    # The empty text stands for the current folder.
     if folder not in sys.path and "" not in sys.path:
         sys.path.insert(0, folder)
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         missing = error.name or ""
+        # The module is there, and what it imports is not.
         if name != missing and not name.startswith(f"{missing}."):
             raise user_error(error, reference, setting) from error
         raise SettingError(
@@ -160,6 +162,7 @@ def user_error(error: BaseException, reference: str, setting: str) -> SettingErr
     if isinstance(error, SyntaxError) and error.filename is not None:
         lines.append(f"  {error.filename}, line {error.lineno}: {(error.text or '').strip()}")
         return SettingError("\n".join(lines))
+    # Lines of Penstock and of libraries do not help the user.
     package = str(Path(__file__).parents[2])
     frames = [
         frame

@@ -137,6 +137,7 @@ def _check_steady(samples: Any, stacked: Sequence[Tensor], reference: str) -> No
     count = min(len(samples), _REREAD)
     again = default_collate([samples[index] for index in range(count)])
     for first, second in zip(stacked, again, strict=True):
+        # NaN, which stands for missing values in some data, is not equal to itself.
         if not torch.equal(first[:count].nan_to_num(), second.nan_to_num()):
             raise SettingError(
                 f"--data {reference}: {type(samples).__name__} returns other samples each time "
