@@ -188,3 +188,28 @@ def test_outputs_are_repeated_to_as_many_samples(dim):
         repeated(output, dim, 3, 1)
     with pytest.raises(SettingError, match=r"an output of \(\) has no 1 samples"):
         repeated(torch.ones(()), 0, 1, 1)
+
+
+def test_outputs_of_the_second_part_are_changed_in_five_ways():
+    """Losses behave otherwise at other values: the joined output has the changed rows behind."""
+    seen = []
+
+    def loss(output, target):
+        seen.append(output.detach().clone())
+        return output.sum()
+
+    pair = pair_of((2, 3))
+    readings(loss, pair)
+    rows = repeated(pair.output, 0, 3, 3)
+    changed = [
+        rows.roll(1, 0),
+        rows.flip(-1),
+        rows - rows.mean() - rows.std(correction=0) / 2,
+        rows * 4,
+        rows / 8,
+    ]
+    for number, expected in enumerate(changed):
+        first, second, joined = seen[3 * number : 3 * number + 3]
+        assert torch.equal(first, pair.output[:2])
+        torch.testing.assert_close(second, expected)
+        assert torch.equal(joined, torch.cat([first, second]))

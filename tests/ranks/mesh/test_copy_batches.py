@@ -188,3 +188,47 @@ def test_samples_are_described_without_their_number():
         {"a": torch.zeros(5, 2, 3), "c": [torch.zeros(5, dtype=torch.int64), 7]},
     ):
         assert _describe_samples(other) != text
+
+
+@pytest.mark.parametrize(("copies", "width"), [(1, 1), (2, 1), (1, 2)])
+def test_batches_are_joined_where_there_are_copies_or_processes_that_share_layers(
+    monkeypatch, copies, width
+):
+    """Elsewhere all ranks have the same batch. All inputs are needed where the model has the loss."""
+    given = []
+    monkeypatch.setattr(CopyBatches, "__init__", lambda self, *facts: given.append(facts))
+    monkeypatch.setattr("penstock.ranks.mesh.copy_batches.DistributedWorld", SimpleNamespace)
+    mesh = SimpleNamespace(copies=copies, width=width)
+    world, setting = SimpleNamespace(), SimpleNamespace(schedule="schedule")
+    for variants in (None, "variants"):
+        traced = SimpleNamespace(variants=variants)
+        found = CopyBatches.of(mesh, world, setting, traced, compares=True)
+        assert (found is None) is (copies * width == 1)
+        if found is not None:
+            assert given.pop() == (mesh, world, "schedule", variants is not None, True)
+        assert CopyBatches.of(None, world, setting, traced, compares=True) is None
+
+
+def test_values_of_all_copies_arrive_with_their_constants(monkeypatch):
+    """Each from the process of its copy that runs the last stage, as bytes."""
+    batches, waited, sources = batches_of(1, 2), [], []
+    batches.schedule.ranks_of_stage = [(0, 2), (1, 3)]
+    batches.world.wait_for = lambda work, what: waited.append(work)
+
+    def broadcast(content, source, group, async_op):
+        assert content.dtype is torch.uint8
+        sources.append(source)
+        if source != 13:
+            content.fill_(0)
+        return len(sources)
+
+    monkeypatch.setattr("penstock.ranks.mesh.copy_batches.dist.broadcast", broadcast)
+    value = [5, torch.ones(3, 2), "x", torch.ones(3, dtype=torch.int64)]
+    first, second = batches._gather(value, [2, 3])
+    assert (first[0], first[2]) == (second[0], second[2]) == (5, "x")
+    assert torch.equal(second[1], value[1])
+    assert torch.equal(second[3], value[3])
+    assert torch.equal(first[1], torch.zeros(2, 2))
+    assert torch.equal(first[3], torch.zeros(2, dtype=torch.int64))
+    assert sources == [11, 11, 13, 13]
+    assert waited == [1, 2, 3, 4]
