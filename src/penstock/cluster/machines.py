@@ -155,6 +155,7 @@ class Cluster(NotebookText):
         counts = Counter(self.devices[rank].name for rank in ranks)
         text = " + ".join(f"{count} x {name}" for name, count in counts.items())
         if self.insides and len(ranks) > 1:
+            # The link of a rank to itself is the inside link of its node.
             text += f", {self.link(ranks[0], ranks[0])}"
         return text
 

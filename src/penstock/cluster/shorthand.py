@@ -114,4 +114,5 @@ def _build_cluster(
             node_of += [node] * group.count
             insides.append((node, link_between(first_link, group.device)))
     between = link_between(second_link, first_device)
+    # The 1 gives way to the most devices of a node, which the cluster counts in `node_of`.
     return Cluster(spec, tuple(devices), 1, inside, between, tuple(node_of), tuple(insides))

@@ -52,6 +52,7 @@ def _nodes(cluster: Cluster) -> list[dict[str, Any]]:
     def node_contents(node: int) -> tuple[tuple[Device, ...], Link]:
         """Return a node's devices and its inside link."""
         ranks = cluster.ranks_of_node(node)
+        # The link of a rank to itself is the inside link of its node.
         return tuple(cluster.devices[rank] for rank in ranks), cluster.link(ranks[0], ranks[0])
 
     rows = []
@@ -144,5 +145,6 @@ def _exact(
         rounded = f"{value / factor:.6g}"
         exact = f"{value / factor!r}".removesuffix(".0")
         texts += [f"{rounded} {unit}", f"{exact} {unit}"]
+    # Division by the factor rounds, so that not every text reads back as the same number.
     exact_texts = [text for text in texts if parse(text) == value]
     return min(exact_texts, key=len, default=texts[-1])

@@ -205,6 +205,7 @@ def _placement(device: torch.device, hosts: Sequence[str], assignment: Assignmen
 
 
 def _max_ranks_per_host(hosts: Sequence[str]) -> int:
+    """Return the number of ranks of the host that has the most."""
     return max(hosts.count(host) for host in hosts)
 
 
@@ -224,6 +225,7 @@ def _neighbour(hosts: Sequence[str]) -> int | None:
     """
     rank = dist.get_rank()
     host_ranks = [other for other, host in enumerate(hosts) if host == hosts[rank]]
+    # Places 0 and 1 of a host are a pair, 2 and 3, and so on.
     partner = host_ranks.index(rank) ^ 1
     return host_ranks[partner] if partner < len(host_ranks) and len(host_ranks) >= 4 else None
 
@@ -279,6 +281,7 @@ def _host_speeds(
     rank = dist.get_rank()
     turn = hosts[:rank].count(hosts[rank])
     for _ in range(_RETRIES):
+        # `fastest` is gathered, and equal on all ranks: they leave the loop together.
         pairs = combinations(fastest, 2)
         if all(names[a] != names[b] or equally_fast(fastest[a], fastest[b]) for a, b in pairs):
             break
@@ -399,6 +402,7 @@ def _median_device(devices: Sequence[Device]) -> Device:
         flops.append((dtype, median(dict(device.flops)[dtype] for device in devices)))
     return replace(
         first,
+        # Not the median: a plan must fit on every rank of the host.
         memory_bytes=min(device.memory_bytes for device in devices),
         flops=tuple(flops),
         memory_bytes_per_s=median(device.memory_bytes_per_s or 0.0 for device in devices),

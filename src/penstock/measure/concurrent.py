@@ -70,8 +70,11 @@ class ConcurrentRanks:
             return True
         if self._ready is None:
             self._ready = begin_barrier(self.group)
-        if self._ready is None or not self._ready.is_completed():
-            return self._ready is None
+        # torch returns no work to a rank outside the group, which has nothing to wait for.
+        if self._ready is None:
+            return True
+        if not self._ready.is_completed():
+            return False
         self._ready = None
         return True
 

@@ -295,6 +295,7 @@ def time_pairs_at_once(peer: int | None, wires: Wires, repeats: int = 5) -> floa
 
 def _new_message(size: int, wires: Wires) -> Tensor:
     """Return a new tensor, like the output of a layer: in fresh memory that has been written."""
+    # The value tells the sizes of `SIZES` apart; `_round_trip` checks it.
     return torch.full((size,), size % 251, dtype=torch.uint8, device=wires.device)
 
 

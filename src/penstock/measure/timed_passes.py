@@ -178,6 +178,7 @@ class TimedPasses:
                 start = self._stopwatch.mark()
                 value = module(inputs)
                 spans.append((start, self._stopwatch.mark()))
+                # torch counts the changes in place of a tensor in `_version`.
                 self._changes_input[index] = any(copy._version for copy in copies)
                 outputs = tensors_in(value)
                 # What leaves the layer is its output, not the loss.

@@ -46,6 +46,7 @@ def fewest_ranks(
         least = ranks + 1
         for end in range(first + 1, table.shape[0]):
             ranks_after = fewest_after[end]
+            # Only numbers of replicas that beat `least`; the first within the bound is the fewest.
             for replicas in range(1, min(ranks, least - 1) - ranks_after + 1):
                 if table[first, end, replicas] > bound:
                     continue
@@ -123,6 +124,7 @@ def peel(
     """
     seconds, memory, _, limits = placed
     layers, ranks = seconds.shape[1] - 1, len(limits)
+    # Before the first rank all layers are left; layers + 1 marks a front that no rank reaches.
     for layer in range(layers + 1):
         earliest[layer] = layers if layer == 0 else layers + 1
     for rank in range(ranks):

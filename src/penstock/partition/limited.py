@@ -215,6 +215,7 @@ class _Chain:
             # An end is reached if there is a possible start between the earliest one and the end.
             count = np.concatenate(([0], np.cumsum(starts)))[:-1]
             is_window = earliest < np.arange(len(count))
+            # An end without a window is never reached: no count exceeds the number of layers + 1.
             reached = count > np.where(is_window, count[earliest], self.layers + 1)
             possible_starts.append(starts)
             earliest_starts.append(earliest)
@@ -253,7 +254,9 @@ class _Chain:
             if candidate is None:
                 low = middle
             else:
+                # `within` has a margin: without the minimum the range might not shrink.
                 cut, high = candidate, min(self.bottleneck(candidate, overlap=True), middle)
+        # `within` bounds links as if they overlapped; either way any cut gives an upper bound.
         return self.bottleneck(cut, overlap=self.overlap)
 
     def windows(self, stage: int, bound: float) -> tuple[Ints, int]:

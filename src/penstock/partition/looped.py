@@ -234,12 +234,13 @@ def _improve(chain: Placement, ends: list[int], extra_load: Floats | None = None
         loads = chain.of_ranks(ends, chain.costs.seconds) + extra
         return float(max(loads.max(), chain.of_links(ends).max()))
 
+    unit = worst(ends) or 1.0
+
     def squares(ends: list[int]) -> float:
-        """Return the sum of squared relative loads of the ranks."""
+        """Return the sum of squares of the ranks' loads, relative to `unit`."""
         loads = chain.of_ranks(ends, chain.costs.seconds) + extra
         return float(np.square(loads / unit).sum())
 
-    unit = worst(ends) or 1.0
     score = (worst(ends), squares(ends))
     last_window = chain.stages - chain.ranks
     for _ in range(SWEEPS):

@@ -144,9 +144,11 @@ def replicated_sum(
             continue
         middle = (first + end) // 2
         sum_at_middle = least_sum(float(bounds[middle]))
+        # Sums fall as the bound rises: below the middle none is less than the middle's.
         if sum_at_middle < np.inf and first < middle:
             lower_before = sum_at_middle + factor * float(bounds[first])
             heapq.heappush(queue, (lower_before, first, middle, sum_at_middle))
+        # If the end's sum is no less than the middle's, a bound between them gains nothing.
         if sum_at_middle > sum_at_end and middle + 1 < end:
             lower_after = sum_at_end + factor * float(bounds[middle + 1])
             heapq.heappush(queue, (lower_after, middle + 1, end, sum_at_end))

@@ -244,6 +244,7 @@ class Plan(NotebookText):
 
     def _check_devices(self) -> None:
         """Check that each rank has a device of its own in the cluster."""
+        # With tensor parallelism these are numbers of groups of devices.
         distinct = set(self.devices)
         if self.devices and not (
             len(self.devices) == len(distinct) == self.ranks
@@ -352,6 +353,7 @@ class Plan(NotebookText):
             FileError: see `load`.
         """
         plan = parse_json(text, cls, source, READABLE)
+        # Fields that an older version lacks have their defaults, which makes it a plan of this one.
         plan = replace(plan, schema=SCHEMA)
         try:
             plan.check()

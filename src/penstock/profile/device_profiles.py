@@ -22,6 +22,7 @@ def scale_profile(profile: Profile, factor: float) -> Profile:
     """
     if factor == 1:
         return profile
+    # Like a cached property: no field, so that profiles still compare by their figures alone.
     scaled: dict[float, Profile] = profile.__dict__.setdefault("_scaled", {})
     if factor not in scaled:
         scaled[factor] = _scale_all(profile, factor)

@@ -342,6 +342,7 @@ def representative_pipeline(request: PlanRequest, proposal: Proposal) -> PlacedS
     profiles = [local.profile_of(rank) for rank in range(schedule.ranks)]
     sizes = _sizes(request, proposal, schedule, pipelines)
     costs = schedule_costs(schedule, profiles, proposal.lengths, local.cluster, sizes, rule)
+    # Rank r of the n-th pipeline is on device n x (ranks of a pipeline) + r.
     holders = [
         range(first_rank, needed, schedule.ranks) for first_rank, *_ in schedule.ranks_of_stage
     ]

@@ -96,6 +96,7 @@ def _rank_bound_s(
     # The least seconds of a backward up to its input gradient.
     backward = map(min, seconds[Kind.B].before(last), seconds[Kind.I].before(last))
     drain = sum(backward) * schedule.shares[last.micro_batch]
+    # What runs after the last backward, such as W, runs while its gradient goes down the stages.
     return max(fill + sum(durations), fill + sum(durations[: last_place + 1]) + drain)
 
 

@@ -176,6 +176,7 @@ def peaks_in_order(tables: Tables) -> tuple[int, ...]:
     steps[:, 1] = changes.saved_at_end + changes.recomputed_at_end
     peaks = weight_bytes_of_ranks(tables).sum(axis=1)
     for rank, (low, high) in enumerate(pairwise(ops.first.tolist())):
+        # Without an axis `cumsum` takes the start and the end of every op in turn.
         peaks[rank] += np.cumsum(steps[low:high]).max(initial=0.0)
     return tuple(map(round, peaks.tolist()))
 
@@ -330,6 +331,8 @@ class Memory:
             allocated, released: second and turn.
             boundary: whether they count as boundary buffers, else as activations.
         """
+        # A buffer released in the second of its allocation holds nothing at any time, but its turns
+        # would still count in the peak.
         counted = (released[0] > allocated[0]) & (size != 0) & (self.boundary or not boundary)
         rank, columns = self.tables.dependencies.ops.rank[rows[counted]], []
         for sign, (when, turn) in ((1, allocated), (-1, released)):

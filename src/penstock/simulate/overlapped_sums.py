@@ -211,6 +211,7 @@ class _Walk:
                 self._send(ready_s, total.wire_s(waiting_bytes))
                 waiting_bytes = 0.0
         self._send(ready_s, total.wire_s(waiting_bytes))
+        # Buckets follow one another on the network: only the last one's latency is waited for.
         self._sent_s[op.stage] = self._network_free_s + total.whole_s(0.0)
 
     def _send(self, ready_s: float, wire_s: float) -> None:

@@ -307,17 +307,17 @@ def costs_of_plan(plan: Plan, profiles: Profiles, cluster: Cluster) -> Costs:
             f"0 to {cluster.ranks - 1}: make a new plan"
         )
     plan_profiles = busy_profiles([rank_profiles[rank] for rank in devices], cluster, devices)
+    plan_cluster, micro_batch = cluster.on(devices), plan.batch / plan.micro_batches
     costs = schedule_costs(
-        plan.schedule, plan_profiles, plan.lengths, cluster.on(devices), plan.batch, plan.rule
+        plan.schedule, plan_profiles, plan.lengths, plan_cluster, plan.batch, plan.rule
     )
-    local, micro_batch = cluster.on(devices), plan.batch / plan.micro_batches
     if plan.zero:
         costs = with_plan_zero(
-            costs, plan.schedule, plan_profiles[0], plan.lengths, local, plan.zero
+            costs, plan.schedule, plan_profiles[0], plan.lengths, plan_cluster, plan.zero
         )
     else:
         costs = with_overlapped_sums(
-            costs, plan.schedule, plan_profiles, plan.lengths, micro_batch, local
+            costs, plan.schedule, plan_profiles, plan.lengths, micro_batch, plan_cluster
         )
     if plan.recompute is not Recompute.SELECTIVE:
         return costs
@@ -366,7 +366,8 @@ def with_plan_zero(
     if schedule.stream is not None:
         raise PlanError(f"zero is for synchronous schedules, and {schedule.name} is asynchronous")
     copies = sum_copies(schedule, cluster)
-    # The sum is of the gradients alone: the copies that replicas store for it are counted later.
+    # `gradient_bytes` are 1 + count gradients here. The sum is of the gradients alone: the copies
+    # that replicas store for it are counted later.
     costs = _with_gradient_copies(costs, schedule, [1 / (1 + count) - 1 for count in copies])
     updates = costs.spread("update", schedule.stages) or (0.0,) * schedule.stages
     gradients = costs.spread("gradient_bytes", schedule.stages) or (0.0,) * schedule.stages

@@ -165,6 +165,7 @@ class StoredParameters:
         for device in self.holders[home]:
             rows[device][0] -= size
             rows[device][1] -= size * home_gradients / self.stage_bytes(home)
+            # Where replicas divide their state, `owned_bytes` has left this parameter out.
             if not self.divides(home):
                 rows[device][2] -= state
         for device in {device for stage in parameter.stages for device in self.holders[stage]}:

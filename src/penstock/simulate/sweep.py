@@ -194,6 +194,8 @@ class _Batch:
         tables, amounts = self.tables, self.tables.amounts
         ranks = tables.dependencies.ranks
         depends_on_times = self.buffers and "boundary_bytes" in amounts.arrays
+        # `_grad` is for `activation_bytes_after_input_grad`. It also matches the seconds of I and
+        # W, which can only choose the slower way to the same peaks.
         memory_fields = [
             array
             for name, array in amounts.arrays.items()

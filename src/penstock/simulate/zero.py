@@ -70,6 +70,7 @@ def with_zero(
     shared = _with_shared_memory(shared, counts, shares, lengths, zero)
     if zero < 2:
         return shared
+    # Gradients are reduced with W. At level 3 parameters are gathered for F, and again for I or B.
     per_backward = 0.5 if zero == 2 else 1.0
     return replace(
         shared,

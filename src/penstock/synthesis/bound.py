@@ -82,6 +82,7 @@ def seconds_of(problem: Problem, counts: tuple[int, ...]) -> float:
         )
         first = min(float(routes[copy // stages].head_f[copy % stages, 0]) for copy in copies)
         last = min(update[copy % stages] for copy in copies)
+        # From the first F to the last release the rank can hold at most its limit in every second.
         by_memory = first + memory_seconds / problem.limits[rank] + last
         least = max(least, preemptive(jobs), by_memory)
     return least
@@ -93,6 +94,7 @@ class _Machine:
     """
 
     def __init__(self, most: int) -> None:
+        # `_load[k]`: seconds of all ops that cannot start before op k's release.
         self._release, self._seconds, self._load = np.zeros(most), np.zeros(most), np.zeros(most)
         self._count = 0
 
@@ -177,6 +179,8 @@ class RouteBounds:
 
     def _machines(self) -> list[_Machine]:
         """Return an empty machine per stage, with space for all ops of its rank."""
+        # For a micro-batch `_before_*` or `_after_*` adds at most four ops per stage of the rank;
+        # updates are added once.
         machines = []
         for s in range(self.stages):
             machines.append(
@@ -194,6 +198,7 @@ class RouteBounds:
                 self._before_f(before_f[s], s, n)
                 head_f[s, n] = before_f[s].end()
                 if s:
+                    # Until the message of n - 1 has arrived the link is not free for that of n.
                     arrived_f[s] = (
                         max(arrived_f[s], head_f[s - 1, n] + self.f[s - 1]) + self.up[s - 1]
                     )
@@ -243,6 +248,7 @@ class RouteBounds:
         for s in range(self.stages):
             for q in self.same_rank[s]:
                 after_f[s].add(0.0, self.update[q])
+                # The update of a later stage on the rank may run before the last I of this one.
                 if q <= s:
                     after_i[s].add(0.0, self.update[q])
         for n in reversed(range(self.count)):

@@ -83,6 +83,7 @@ def join_halves(spec: Spec, encoding: Encoding, work: Workspace) -> None:
     """
     limit = evaluate(spec, encoding, work) * (1 + 1e-12)
     for rank in range(len(encoding.lengths)):
+        # From the last one: a join moves all places behind it.
         places = _joinable(spec, encoding, rank)[::-1]
         if not places:
             continue
@@ -117,6 +118,7 @@ def _joinable(spec: Spec, encoding: Encoding, rank: int) -> list[int]:
         if kind == I:
             follows = place + 1 < len(row) and int(row[place + 1]) == 4 * copy + W
             cost = spec.cost[copy]
+            # If W of earlier micro-batches wait, the one that follows is theirs.
             if follows and not waiting[copy] and cost[B] <= (cost[I] + cost[W]) * (1 + 1e-12):
                 places.append(place)
         waiting[copy] += (kind == I) - (kind == W)
@@ -150,7 +152,8 @@ def _program(
         ready = [other for other in due if unreleased[other] == 0 and has_one_route]
         for other in ready:
             end = free_s + float(spec.cost[other, UPDATE])
-            # The rank is idle long enough for the update.
+            # An update that takes no time runs at once (end == free_s), any other one where the
+            # rank is idle long enough.
             if end <= start and (end == free_s or start > free_s):
                 due.remove(other)
                 free_s = end

@@ -134,6 +134,8 @@ def end_of_updates(spec: Spec, work: Workspace) -> float:
     for rank in range(ranks):
         end, same_stage = work.free[rank], 0
         if len(spec.counts) > 1:
+            # Rank r and its mirror hold copies of the same two stages, whose gradients are summed:
+            # both wait for the later one.
             end = max(end, work.free[ranks - 1 - rank])
             # The middle rank has both copies of one stage, which need one update.
             same_stage = 1 if 2 * rank == ranks - 1 else 0

@@ -74,6 +74,8 @@ def prove(problem: Problem, best: Schedule, most: float, until_s: float, seed: i
     ticks = ticks_per_second(problem.costs, most)
     in_tick_costs = replace(problem, costs=in_ticks(problem.costs, ticks))
     schedule, bounds = None, []
+    # Simulated again: costs are rounded down to ticks, so that `most` times the ticks can be longer
+    # than what this schedule takes in the model.
     shortest = round(simulate_schedule(best, in_tick_costs.costs.costs()).makespan)
     for counts in _route_splits(problem):
         # Makespans are whole ticks; 7.0000001 by rounding is 7.
@@ -106,6 +108,7 @@ def ticks_per_second(costs: StageCosts, most: float) -> Fraction:
     numerators = [
         fraction.numerator * (denominator // fraction.denominator) for fraction in fractions
     ]
+    # Without any seconds above 0 there are no numerators, whose divisor is then 0.
     ticks = Fraction(denominator, math.gcd(*numerators) or 1)
     return ticks if most * ticks <= MOST_TICKS else Fraction(MOST_TICKS) / Fraction(repr(most))
 
@@ -297,6 +300,8 @@ class _Model:
     def _add_order(self, one: _Message, other: _Message) -> None:
         """Make two messages of different kinds use their link one after the other."""
         first = self.model.new_bool_var("")
+        # The sending rank makes both values, and its ops do not overlap: one ends before the other
+        # begins, and messages leave in that order.
         self.model.add(one.end <= other.begin).only_enforce_if(first)
         self.model.add(other.leaves >= one.leaves + one.ticks).only_enforce_if(first)
         self.model.add(other.end <= one.begin).only_enforce_if(~first)
@@ -370,6 +375,7 @@ class _Model:
         solver.parameters.num_workers = min(8, max(2, os.cpu_count() or 1))
         solver.parameters.random_seed = seed
         status = solver.solve(self.model)
+        # The makespan is below `most` in this model: without a solution `most` is the optimum.
         if status == self.cp.INFEASIBLE:
             return None, self.most
         bound = max(least, math.ceil(solver.best_objective_bound - 1e-6))

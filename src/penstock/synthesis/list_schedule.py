@@ -76,6 +76,7 @@ def list_schedule(spec: Spec, rule: Rule, encoding: Encoding, work: Workspace) -
     while True:
         # 1. What could the changed ranks start next?
         for i in range(changes):
+            # `changed` names at most two ranks; if all have changed, i is the rank.
             rank = changed[i] if changes <= 2 and changes < ranks else i
             first_start[rank] = first_end[rank] = np.inf
             for j in range(copies_of.shape[1]):

@@ -206,6 +206,7 @@ class Search:
         start = self.pool[min(int(self.rng.exponential(1.0)), len(self.pool) - 1)]
         case, rule, least = start.case, start.rule, start.seconds
         if rule is None or self.rng.random() < 0.5:
+            # It leaves the times of the ops in the workspace, where `rule_of_times` reads them.
             evaluate(case.spec, start.encoding, case.work)
             rule, least = rule_of_times(case.spec, start.encoding, case.work), np.inf
         for _ in range(RULE_OPS_PER_ROUND // (200 + case.ops)):

@@ -121,6 +121,8 @@ class StageCosts:
         """Return lower bounds of the costs if an F and a B together take `seconds`, by the stage of
         the F.
         """
+        # The B of a pair may be of any stage. An F gets what the dearest B leaves of its pair;
+        # where that is nothing, a B of at most the cheapest pair keeps the sum within every pair.
         least, most = min(seconds), max(self.backward)
         forward = tuple(
             max(0.0, min(f, pair - most)) for f, pair in zip(self.forward, seconds, strict=True)
@@ -318,6 +320,7 @@ def check_fits(problem: Problem) -> None:
     exceeded = []
     for rank, copies in enumerate(problem.copies_of_rank):
         sizes = [problem.costs.memory[copy % problem.stages] for copy in copies]
+        # On one route a micro-batch is on all stages of the rank at once; of two it takes only one.
         need = sum(sizes) if len(problem.routes) == 1 else max(sizes)
         # A limit of exactly what is needed must not fail by rounding.
         if need > problem.limits[rank] * (1 + 1e-12):

@@ -50,6 +50,7 @@ class Shape:
             pace = max(pace, float(spec.cost[copies, : W + 1].sum()))
             sizes = spec.cost[copies, HOLD]
             need.append(sizes.sum() if len(spec.counts) == 1 else sizes.max())
+        # The pace divides: if no op takes time, it is 1.
         return cls(head, tail, pace / len(spec.counts) or 1.0, np.array(need))
 
 

@@ -151,6 +151,7 @@ def synthesise(costs: Costs, micro_batches: int, settings: Settings | None = Non
     settings = settings or Settings()
     deadline = Deadline(settings.budget_s)
     if settings.exact:
+        # Fail before the search, not after it.
         from penstock.synthesis.exact import load
 
         load()
@@ -301,9 +302,10 @@ class _Task:
         search.run(deadline, rounds, self.settings.rule_ops)
         self.rounds = search.rounds
         has_updates = any(self.problem.costs.update)
-        several = has_updates and max(map(len, self.problem.copies_of_rank)) > 1
-        for schedule in islice(search.schedules(), POOL if several else 1):
-            self.offer(with_early_updates(schedule, self.seconds) if several else schedule)
+        # With one copy on every rank its update is the last op anyway.
+        may_move_updates = has_updates and max(map(len, self.problem.copies_of_rank)) > 1
+        for schedule in islice(search.schedules(), POOL if may_move_updates else 1):
+            self.offer(with_early_updates(schedule, self.seconds) if may_move_updates else schedule)
         self._relax_bound()
 
     def _is_searchable(self) -> bool:

@@ -137,6 +137,7 @@ def search(
 
     first = evaluate(tuple(minimax(loads, stages)))
     best, queue, tried = first, deque([first]), {first.cut}
+    # Every cut costs a path of 2p rounds on p stages.
     remaining = most_steps // (2 * stages * stages)
     while queue and remaining > 0:
         current = queue.popleft()

@@ -293,6 +293,7 @@ class _Chain:
         self, row: Callable[[Stages], Row], lengths: Sequence[int], ends: Sequence[int]
     ) -> bool:
         """Return whether a link carries less than the schedule needs."""
+        # No link follows the last stage, so that its sums are left over.
         for (forward, backward, *_), link, end in zip(
             self.sums(lengths), self.links, ends, strict=False
         ):

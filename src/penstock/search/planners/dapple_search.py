@@ -149,6 +149,7 @@ class _Search:
         unused = tuple(0 for _ in self.task.sizes)
         self._expand(_Prefix(0, unused, (), []))
         for start in range(1, self.layers):
+            # A copy: expansions add tables, whose pipelines all reach beyond `start`.
             for table in list(self.tables.values()):
                 slots = np.flatnonzero(np.isfinite(table.values[:, start]))
                 origins = table.origins[:, slots, start].T.astype(int).tolist()
@@ -195,8 +196,9 @@ class _Search:
         if prefix.rows:
             rows[:, : len(prefix.rows)] = np.array(prefix.rows).T
         last = prefix.stages[-1][2] if prefix.stages else None
+        # Before the new stage comes the transfer to it, unless it is the first.
         at, crossing = len(prefix.rows) + (last is not None), float(self.sums[0, prefix.start])
-        counts = self.task.stages in (None, depth + 2)
+        is_allowed_depth = self.task.stages in (None, depth + 2)
         for move in self._moves(prefix.used):
             step = self.moves[move]
             table = self._table(step.used, depth + 1)
@@ -208,7 +210,7 @@ class _Search:
             best, rest_start = extend(
                 rows, at, prefix.start, step.sums, numbers, (table.values, table.origins)
             )
-            if rest_start >= 0 and counts:
+            if rest_start >= 0 and is_allowed_depth:
                 self.cutoff_s = min(self.cutoff_s, best)
                 if best < self.best_of.get(depth + 2, (np.inf,))[0]:
                     self.best_of[depth + 2] = best, number, move, rest_start

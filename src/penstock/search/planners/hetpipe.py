@@ -49,6 +49,8 @@ class Candidate:
         """Seconds per batch once all virtual workers are full: they take batches, or the
         micro-batches of a batch, in turn.
         """
+        # With fewer micro-batches in flight than stages, the slowest stage works in one of these
+        # turns only.
         turns = -(-len(self.lengths) // self.in_flight)
         return self.micro_batches * self.slowest_s * turns / len(self.devices)
 
