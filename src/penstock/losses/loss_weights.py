@@ -61,8 +61,6 @@ _MOST_FORMS = 256
 #: A loss whose divisor is unknown is tested on every batch up to this one, then on batches 128,
 #: 256, 512 and so on.
 _ALWAYS_UP_TO = 64
-
-
 #: Elements of a micro-batch's output above which the test's copies of it (64 MiB each in float32)
 #: are avoided if the graph suffices.
 _LARGE_OUTPUT = 1 << 24
