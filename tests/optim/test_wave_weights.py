@@ -289,9 +289,10 @@ def test_a_copy_alone_has_nobody_to_tell(lab):
     assert lab.close(lab.values_of(module), newest)
 
 
-def test_a_drain_takes_all_that_was_sent_however_unlike_the_numbers_of_updates(lab):
+@pytest.mark.parametrize("distance", [0, 2])
+def test_a_drain_takes_all_that_was_sent_however_unlike_the_numbers_of_updates(lab, distance):
     """What is left would be taken for a wave of the next stream."""
-    waves = Waves(length=1, distance=0)
+    waves = Waves(length=1, distance=distance)
     ends = exchanges(2)
     weights = []
     for end in ends:
