@@ -113,3 +113,6 @@ def test_guards_of_submodules_are_listed_once():
     model, guard = guarded()
     guard.watch([model[0], model[1]], [], copies=False)
     assert guards_of([nn.ModuleList([model]), model]) == [guard]
+    assert guards_of([nn.ModuleList([model])]) == [guard]
+    other, second = guarded()
+    assert guards_of([model, other]) == [guard, second]
