@@ -94,8 +94,7 @@ def list_schedule(spec: Spec, rule: Rule, encoding: Encoding, work: Workspace) -
                     code = B if kind == I and whole[copy, k] else kind
                     first_start[rank] = min(first_start[rank], at)
                     first_end[rank] = min(first_end[rank], at + cost[copy, code])
-        # 2. The rank whose next op could end first decides; nothing that ends later can change
-        # what it could start before that end.
+        # 2. The rank whose next op could end first decides: what ends later cannot change that op.
         rank = int(np.argmin(first_end))
         if first_end[rank] == np.inf:
             break  # all ops are placed, or the cap lets none continue
