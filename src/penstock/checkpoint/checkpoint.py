@@ -167,6 +167,8 @@ class CheckpointWriter:
             # The other processes that share a stage take part in gathering it.
             if not self.placed.is_home(stage) and any(map(is_sharded, stage.tensors())):
                 self.content(stage, state.owned_tensors(self.placed, stage))
+        # After a drain all copies of a stage have the weights of the first: of the others only the
+        # state of optimizer and rule is written.
         for (index, copy), version in versions.items():
             if copy:
                 tensors, facts = _optimizer_state(version.stage, version)

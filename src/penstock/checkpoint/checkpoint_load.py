@@ -287,6 +287,7 @@ def _apply(
     begin_anew: Callable[[], Sequence[VersionedStage]] | None,
 ) -> None:
     """Copy a checked checkpoint into the stages, optimizers and weight rules of this process."""
+    # Completes or drops batches in flight, whose graphs still read the parameters.
     if begin_anew is not None:
         begin_anew()
     try:

@@ -152,6 +152,7 @@ def _read_metadata(folder: Path) -> Any:
             f"{path} is no metadata that torch.distributed.checkpoint writes: {damage}. Nothing "
             "was read, since unpickling other content could run code"
         )
+    # As `FileSystemReader.read_metadata` does, which is not called.
     if metadata.storage_meta is None:
         metadata.storage_meta = StorageMeta()
     return metadata

@@ -63,6 +63,7 @@ def check_optimizer_state(
             if facts is None:
                 continue
             _check_class(optimizer, group, facts, findings)
+    # The groups of another optimizer differ anyway, and would only lengthen the message.
     if not findings.rows:
         _check_groups(optimizer, names, saved, findings)
     if type(optimizer).__module__.startswith("torch.optim"):

@@ -130,6 +130,7 @@ class SaveJob:
         self._background.thread.join()
         error = self._background.error
         if error is not None:
+            # The other ranks are about to exchange reports, and would wait for this one.
             self._world.abandon(error)
             raise error
         reports = exchange(self._world, self._background.reports)

@@ -265,9 +265,8 @@ def _save_dcp(tensors: Mapping[str, Tensor], folder: Path) -> list[Path]:
     from torch.distributed.checkpoint.state_dict_saver import save  # imported late: takes a second
 
     with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", "torch.distributed is disabled"
-        )  # one process, on purpose
+        # One process, on purpose.
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
         save(dict(tensors), checkpoint_id=folder, no_dist=True)
     return sorted(folder.iterdir())
 

@@ -162,6 +162,7 @@ def is_per_row(likelihood: Any, target: Tensor) -> bool:
     node = node.next_functions[0][0]
     while node.name() in _IDENTITY or _keeps_rows(node):
         node = node.next_functions[0][0]
+    # Only a leaf has a variable: the output of the model, with nothing else in between.
     return hasattr(node, "variable")
 
 
@@ -176,6 +177,7 @@ def _keeps_rows(node: Any) -> bool:
         return False
     before = node._saved_self_sym_sizes
     after = node._input_metadata[0].shape
+    # To rows of classes, each of which stays whole.
     return len(after) == 2 and before[-1] == after[-1]
 
 

@@ -157,6 +157,7 @@ class JointLosses:
         if self._current is None or self._current.batch is not batch:
             self._current = _Joint(batch)
         joint = self._current
+        # A recomputed forward comes a second time.
         if number not in joint.outputs:
             joint.add(number, value)
         share = torch.zeros((), device=self.call.device)
@@ -180,6 +181,7 @@ class JointLosses:
     def _root(self, joint: _Joint, number: int, value: Any) -> Tensor:
         """Return the root of one micro-batch's backward; without a graph if it has no backward."""
         floats = [leaf for leaf in tensors_of(value) if leaf.is_floating_point()]
+        # Among the floating-point leaves, all of which have a gradient in `_Joint`.
         places = [place for place, leaf in enumerate(floats) if leaf.requires_grad]
         if not places or not torch.is_grad_enabled():
             return torch.zeros((), device=self.call.device)

@@ -43,6 +43,7 @@ from penstock.losses.shares import (
 )
 from penstock.losses.symbolic import Evaluation, Unpredictable
 from penstock.losses.terms import (
+    MEAN,
     Term,
     UnknownForm,
     class_counts,
@@ -144,6 +145,7 @@ class LossWeights:
         if len(batch.inputs) == 1:
             return batch.shares
         self._batches += 1
+        # Side losses that test evaluations of the loss add must not reach those of the batch.
         outer = collect_side_losses(None)
         try:
             if self.loss_weight is not None:
@@ -244,6 +246,7 @@ class LossWeights:
         is_trusted = self.call.is_torchs and not _broadcasts(view)
         if test and not is_trusted and not self._is_per_row(view, weights_by_form):
             weights = self._tested(views, key, weights_by_form)
+            # The same list is returned if the test confirms it.
             if weights is not weights_by_form.weights:
                 return weights
         classes = self._classes(view, weights_by_form) if first.by_values else None
@@ -273,10 +276,11 @@ class LossWeights:
     def _classes(self, view: View, form: _Form) -> Classes | None:
         """Return the leaf of the targets that holds the class indices; None if none does."""
         node = form.first.terms[0].node
-        if len(form.first.terms) > 1 or node is None or node._saved_reduction != 1:
+        if len(form.first.terms) > 1 or node is None or node._saved_reduction != MEAN:
             return None
         target, weight = node._saved_target, node._saved_weight
         for place, leaf in enumerate(tensors_of(view.target(view.number))):
+            # In any order, since the loss may have reshaped or transposed the targets.
             if leaf.dtype == target.dtype and _same_contents(leaf, target):
                 return Classes(place, ignored_index(node), weight)
         return None

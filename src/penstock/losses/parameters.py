@@ -80,6 +80,7 @@ def _referred(loss: object) -> Iterator[tuple[str, object]]:
     """Yield the modules and tensors that a loss refers to, each once, with their place."""
     visited: set[int] = set()
     stack: list[tuple[str, object, int]] = [("loss=", loss, 0)]
+    # Of an object with a `__call__`, the attributes.
     if not isinstance(loss, (nn.Module, FunctionType, MethodType, functools.partial)):
         stack += [(f"loss.{key}", value, 1) for key, value in getattr(loss, "__dict__", {}).items()]
     while stack:

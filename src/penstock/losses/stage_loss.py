@@ -96,6 +96,7 @@ class StageLoss:
             loss = zero_loss(value, loss)
         elif batch.loss_counts and not counted and self.options.loss_weight is None:
             self._weights.check(batch, micro_batch, loss)
+        # A recomputed forward comes a second time; the first loss is the one that is reported.
         if micro_batch not in batch.losses:
             batch.losses[micro_batch] = reported(batch, micro_batch, loss, sides)
         return loss

@@ -100,6 +100,7 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return [index]
         self.by_values = True
         count = int(index.sum())
+        # A mask stands for as many indices as it has dimensions.
         return [torch.empty(count, dtype=torch.int64, device="meta")] * index.dim()
 
     def _selected(self, value: Tensor, mask: Tensor) -> Tensor:

@@ -125,6 +125,7 @@ def _column(counts: Sequence[float | None], shares: list[float]) -> list[float]:
 def _output(variant: Variant, place: int) -> fx.Node:
     """Return the node of a leaf of the model's output."""
     nodes = [node for node in variant.flow.outputs if node is not None]
+    # Placeholders in the structure of the output show which node is its leaf of this index.
     places = [torch.empty(0, device="meta") for _ in nodes]
     chosen = tensors_of(variant.output(places))[place]
     for node, tensor in zip(nodes, places, strict=True):
@@ -202,6 +203,7 @@ class _Reading:
             raise UnknownForm("a factor that depends on outputs")
         (value,) = self.inputs.recompute(self.layer.training, [by])
         number = float(value)
+        # A factor of 1 / n stands for a count of n.
         if times and number:
             number = 1 / number
         return [number if term is None else term * number for term in terms]

@@ -125,6 +125,7 @@ def _split(parameters: Sequence[nn.Parameter], indices: list[int]) -> list[list[
     """Return `indices` as one group if the parameters are contiguous, else one group for each."""
     values = [parameters[i].data for i in indices]
     _, span = _span(values)
+    # Below the sum where parameters overlap, and then they must stay together, too.
     if span <= sum(map(Tensor.numel, values)):
         return [indices]
     return [[index] for index in indices]

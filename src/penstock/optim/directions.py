@@ -242,6 +242,7 @@ class _LastGradients:
         for group in groups:
             live = [parameter for parameter in group["params"] if parameter.grad is not None]
             gradients = [parameter.grad for parameter in live]
+            # The sign first and then the weight decay, as in torch's optimizers.
             if live and group.get("maximize"):
                 gradients = list(torch._foreach_neg(gradients))
             if live and group["weight_decay"]:

@@ -109,6 +109,8 @@ class LossScaler:
             SettingError: a gradient is of dtype float16, in which the division would underflow.
         """
         overflow = torch.zeros(1, device=device)
+        # In float64, as GradScaler does: a reciprocal in float32 may be imprecise under some
+        # compilers.
         inverse = self._scale.double().reciprocal().float().to(device)
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for parameter in parameters:

@@ -112,6 +112,8 @@ class Schedulers:
         for optimizer, scheduler in zip(self._optimizers, self._schedulers, strict=True):
             fitting = _fitting_state(state, scheduler.state_dict())
             scheduler.load_state_dict(fitting)
+            # torch's `load_state_dict` leaves the rates of the optimizer as they are. Groups that
+            # do not correspond to the saved ones keep theirs.
             rates = fitting.get("_last_lr")
             groups = len(optimizer.param_groups)
             if rates is None or len(rates) != groups or len(state.get("_last_lr", ())) != groups:

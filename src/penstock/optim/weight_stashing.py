@@ -99,8 +99,11 @@ class Versions(StageWeights):
             read.add(use.reads.forward)
             read.add(use.reads.backward)
         self._release_unread(read)
+        # Later forwards read version `next_forward` or newer ones.
         is_kept = self._newest in read or self._newest >= self._next_forward
         after = self._step_target(is_kept)
+        # After `_step_target`, which has become a user of the blocks that it shares: released
+        # before, they would be free memory.
         if not is_kept:
             self._release(self._newest)
         self._versions[version] = after
@@ -108,6 +111,7 @@ class Versions(StageWeights):
         self._point_to(after, force=True)
         self._update.advance()
         take(self._update.parameters, after.tensors)
+        # Cheaper than `versions`, which is at most this number.
         if len(self._versions) > self._peak:
             self._peak = max(self._peak, self.versions)
 

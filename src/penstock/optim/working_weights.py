@@ -67,6 +67,7 @@ class WorkingWeights:
         if self._current == self.newest:
             self.copy_newest()
         for name, cached in self._cached.items():
+            # The newest version needs no place among these: it has been copied aside.
             if cached.soon and cached.content == self._current != self.newest:
                 self._store(name, cached)
         values = self._stored(content)
@@ -112,6 +113,7 @@ class WorkingWeights:
     def begin_step(self) -> None:
         """Set the parameters to the newest version, which a step is about to change."""
         for name, cached in self._cached.items():
+            # Stored now, since they are computed from the newest version, which the step changes.
             if not cached.stored:
                 self.show(cached.content, cached.change)
                 self._store(name, cached)
@@ -153,9 +155,8 @@ class WorkingWeights:
         """Return the parameters as tensors whose changes autograd does not see."""
         parameters = self._update.parameters
         if any(p.data_ptr() != v.data_ptr() for p, v in zip(parameters, self._values, strict=True)):
-            self._values = [
-                parameter.data for parameter in parameters
-            ]  # a layer has moved them, as recurrent ones do on a GPU
+            # A layer has moved them, as recurrent ones do on a GPU.
+            self._values = [parameter.data for parameter in parameters]
         return self._values
 
     def _store(self, name: str, cached: _CachedContent) -> None:

@@ -88,7 +88,7 @@ class Pipe(PipeModule):
         checkpoint: which micro-batches save only their inputs in training and recompute their
             forward before their backward: "always" (all of them), "except_last" or "never".
         deferred_batch_norm: update the running statistics of batch norm once per batch, from the
-            whole batch (see `tracing.deferred_batch_norm`).
+            whole batch (see `modules.deferred_batch_norm`).
         schedule: name of a synchronous schedule, or a `Schedule` with one stage per partition and
             `chunks` micro-batches. Any but "gpipe" runs backwards before the last forward, and
             needs `loss`.

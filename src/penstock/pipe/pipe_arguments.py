@@ -90,6 +90,7 @@ def resolve_devices(devices: Devices | None, partitions: int) -> list[torch.devi
 
 
 def split_layers(module: nn.Sequential, lengths: Sequence[int]) -> Iterator[Partition]:
+    """Yield the layers as partitions of the given lengths; layers keep their names."""
     layers = iter(module._modules.items())
     first = 0
     for length in lengths:
@@ -129,6 +130,7 @@ def build_stages(
                 continue
             source_of |= dict.fromkeys(layer.stashable(), index)
             for skip in layer.poppable():
+                # `verify_skippables` has checked that a layer before stashes every skip.
                 if source_of[skip] != index:
                     incoming[index].append(skip)
                     outgoing[source_of[skip]].append(skip)

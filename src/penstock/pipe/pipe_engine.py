@@ -128,6 +128,7 @@ class _Execution:
         """Run all partitions in the calling thread, in the order of the pipeline's clock ticks."""
         start = time.thread_time() if self._timed else 0.0
         order, partitions = self.half_step.order, self.half_step.partitions
+        # In clock tick t, the partition at depth d runs micro-batch t - d.
         for tick in range(len(order) + len(partitions) - 1):
             for depth in range(max(0, tick + 1 - len(order)), min(tick + 1, len(partitions))):
                 self.run_op(partitions[depth], order[tick - depth])

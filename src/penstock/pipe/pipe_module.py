@@ -180,6 +180,8 @@ class PipeModule(nn.Module):
                 value = state_dict.pop(f"{prefix}{name}")
                 state_dict.update(dict.fromkeys([f"{prefix}{key}" for key in keys], value))
         self._rename_layers(state_dict, prefix)
+        # Parameters of the model itself are also the Pipe's, see `take_names`: torch looks for them
+        # here under their names in the model.
         for name in names.keys() & {*self._parameters, *self._buffers}:
             if f"{prefix}{names[name][0]}" in state_dict:
                 state_dict[f"{prefix}{name}"] = state_dict[f"{prefix}{names[name][0]}"]

@@ -192,6 +192,7 @@ def _checkpoint_context() -> tuple[bool, object]:
     That is the gradient mode (reentrant variant) or the innermost hooks on saved tensors.
     """
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    # Without this private function of torch no two contexts count as equal.
     return torch.is_grad_enabled(), object() if top is None else top(True)
 
 

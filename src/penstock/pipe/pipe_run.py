@@ -210,9 +210,12 @@ class Node(torch.autograd.Function):
             outputs: the concatenated outputs, and the side loss, if there is one.
             tensors: the tensors of the input, then the weights of the run.
         """
+        # A gradient of None shows that the loss does not depend on an output: of the side loss,
+        # `Run.backward` refuses that.
         ctx.set_materialize_grads(False)
         flag_rows = [value.wants_grad for value in micro_batches]
         requires_grad = [any(column) for column in zip(*flag_rows, strict=True)]
+        # The side loss, which comes last.
         if len(outputs) > len(requires_grad):
             requires_grad.append(run.side_loss_requires_grad)
         constant = [output for output, flag in zip(outputs, requires_grad, strict=True) if not flag]

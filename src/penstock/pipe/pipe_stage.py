@@ -1,7 +1,7 @@
 """One partition of a `Pipe`: its forward, recompute and backward on a micro-batch.
 
-Unlike `runtime.stage.Stage`, which trains, a partition is part of the caller's autograd graph: see
-`runtime.pipe_run`.
+Unlike `stage.stage.Stage`, which trains, a partition is part of the caller's autograd graph: see
+`pipe_run`.
 """
 
 from __future__ import annotations
@@ -210,6 +210,7 @@ class PipeStage:
                 "backward, which recomputes the forward with it: call optimizer.step() after "
                 "backward(), or use checkpoint='never'"
             )
+        # In the modes of the forward, which the caller may have changed since.
         present_modes = [module.training for module in run.modules]
         try:
             _set_modes(run.modules, run.training_modes, present_modes)

@@ -82,7 +82,7 @@ class Calls:
         return batch
 
     def enter(self, call: str) -> None:
-        """Any other method that every rank must call."""
+        """Note a call of any other method that every rank must call."""
 
     def verify(self, source: int, check: float, batch: Batch) -> None:
         """Compare a checksum that came with a loss from rank `source`.
@@ -184,6 +184,7 @@ class ComparedCalls(Calls):
             batch.checksum()
         if whole:
             numbers = contents(x, y) if self.check_data else []
+            # Not `entry`: `checksum` replaces it by one with the numbers.
             self._compare_batch(self._recent[-1], batch.step, numbers)
         return batch
 
@@ -192,25 +193,24 @@ class ComparedCalls(Calls):
     ) -> int:
         """Add the numbers of a batch to its call. Returns the checksum.
 
-        If a layer has changed the batch in place meanwhile, its numbers are no longer those that
-        were given. They then do not count, and those of later batches are read at once.
+        If a layer or the caller has changed the batch in place meanwhile, its numbers are no longer
+        those that were given. They then do not count, and those of later batches are read at once.
         """
-        # The caller has written into the batch since then: these are not the numbers that were
-        # used.
         if _versions(tensors) != versions:
             self._changed_in_place = True
             return entry.check
         content, values = batch_checksum(tensors, turn)
         # The lower bits are 0 where the numbers were not read: a checksum of read ones is at least
         # 1.
-        complete = entry._replace(check=entry.check | 1 + content % _MASK, values=values)
+        numbers_check = 1 + content % _MASK
+        complete = entry._replace(check=entry.check | numbers_check, values=values)
         for place in range(len(self._recent)):
             if self._recent[place] is entry:
                 self._recent[place] = complete
         return complete.check
 
     def _nested(self, batch: Batch, x: Any, y: Any) -> tuple[str, list[Tensor]]:
-        """Nested inputs and targets in words, and their tensors."""
+        """Describe nested inputs and targets; return also their tensors."""
         if y is not None and type(y) is not Tensor:
             return nested_form(x, y)
         # The batch's signature says everything of the inputs, and words take time.
@@ -280,7 +280,7 @@ class ComparedCalls(Calls):
         raise RanksDiffer(message)
 
     def rows(self) -> list[list[Any]]:
-        """The last calls, oldest first. For the board, from its thread."""
+        """Return the rows of the last calls, oldest first. The board's thread calls it."""
         while True:
             try:
                 return [call.row() for call in self._recent]
@@ -288,8 +288,10 @@ class ComparedCalls(Calls):
                 continue
 
     def difference(self, others: Mapping[int, Sequence[Sequence[Any]]]) -> str | None:
-        """The first call in which another rank did something else, from the rows of all others by
-        rank; None if there is none.
+        """Describe the first call in which another rank did something else; None if there is none.
+
+        Args:
+            others: by rank, the rows of all other ranks.
         """
         calls = {row[0]: row for row in self.rows()}
         numbers = [
@@ -393,7 +395,7 @@ def message_of(number: int, rows: Mapping[int, Sequence[Any]], steps: Mapping[in
 
 
 def _description(row: Sequence[Any], *, with_values: bool) -> str:
-    """One rank's call in words, with the values of its batch where those may be the difference."""
+    """Describe one rank's call, with the values of its batch where those may be the difference."""
     _, check, name, form, values = row[:5]
     if not form:
         return str(name)
@@ -413,7 +415,7 @@ def _combined(numbers: Sequence[int | None]) -> int:
 
 
 def _samplers(loader: object) -> list[object]:
-    """The samplers of a loader, those that others draw from included."""
+    """Return the samplers of a loader, those that others draw from included."""
     samplers: list[object] = []
     waiting = [loader]
     # Samplers of a user's may refer to each other in a circle.

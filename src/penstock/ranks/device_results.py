@@ -167,6 +167,7 @@ class DeviceStreamLosses:
     def expect(self, index: int, batch: Batch) -> None:
         """Note which ranks will have the losses of a batch. Arguments as for `StreamLosses`."""
         numbers_of = numbers_by_rank(self._last_ranks[index % self._period], batch)
+        # Sorted, since all ranks must start the broadcasts in the same order.
         self._numbers_of[batch.step] = dict(sorted(numbers_of.items()))
 
     def tell(self, batch: Batch) -> None:

@@ -78,6 +78,7 @@ def ranks_of_devices(setting: RunConfig, hosts: Sequence[str]) -> tuple[int, ...
             ranks_here = [ranks_here[devices.index(device)] for device in used_here]
         if len(ranks_here) < len(used_here):
             return None
+        # Processes beyond the used devices have no program.
         rank_of.update(zip(used_here, ranks_here, strict=False))
     return tuple(rank_of[device] for device in used)
 

@@ -210,6 +210,7 @@ class DistributedWorld:
             except TransportLost as error:
                 reason = self._board.failure(patience_s=2.0) or _UNKNOWN_END
                 raise PeerFailed(self._rank, "its message to leave", reason) from error
+            # Over NCCL a job that received garbage ends without an error.
             if self.receives_on_device:
                 self._check_links()
         except BaseException as error:

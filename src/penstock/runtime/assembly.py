@@ -103,10 +103,10 @@ class Assembly:
             self.world.run(share)
 
     def reset_gradient_hooks(self) -> None:
-        """Forget what gradient hooks have kept from earlier steps.
+        """Drop what gradient hooks have accumulated in earlier steps, at every checkpoint.
 
-        At every checkpoint, which does not hold it: so a run that is continued from the checkpoint
-        trains as the one that goes on.
+        Checkpoints do not hold it. A run that goes on after a checkpoint then trains exactly as one
+        that resumes from it.
         """
         for interpreter in self.interpreters.values():
             for replicas in interpreter.replicas.values():
@@ -210,6 +210,7 @@ class Assembly:
     def broadcast_texts(self, texts: list[str]) -> tuple[str, ...]:
         """Return, on every rank, the texts of the first rank with trainable parameters."""
         description = self.traced.description
+        # The stand-in optimizer of a rank without parameters may have other parameter groups.
         source_stage = 0
         for stage, (first, end) in enumerate(description.stage_bounds(self.setting.lengths)):
             names = {name for layer in description.layers[first:end] for name in layer.parameters}

@@ -253,6 +253,7 @@ class BatchReader:
             if 0 not in self._example:
                 self._example[0] = _pair(_read(self._inputs, [indices[0]]))
             x, y = self._example[0]
+        # By numbers of the data set, since these are what `SampleNeeds.read` passes to `take`.
         row_of = {indices[position]: row for row, position in enumerate(chosen)}
 
         def rows(value: Any) -> Callable[[list[int]], Any]:

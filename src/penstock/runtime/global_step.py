@@ -182,8 +182,9 @@ class GlobalStep:
         if self.scaler is not None:
             for stage in interpreter.stages.values():
                 nonfinite += self.scaler.unscale(stage.update.parameters, stage.device)
-        # Any one: the same processes share all stages of a rank.
-        for parallel in [*interpreter.parallel.values()][:1]:
+        # Any stage's will do: the same processes share all stages of a rank.
+        parallel = next(iter(interpreter.parallel.values()), None)
+        if parallel is not None:
             parallel.sum_over_tensor_ranks(nonfinite)
         for index in interpreter.parallel:
             if index not in self._homes[rank]:
@@ -199,7 +200,7 @@ class GlobalStep:
             for stage in self._homes[rank]
         ]
         total, nonfinite = self._global_norm(interpreter, rows, nonfinite)
-        for parallel in [*interpreter.parallel.values()][:1]:
+        if parallel is not None:
             total = parallel.share_over_tensor_ranks(total.contiguous())
         # If nothing is ever skipped, to read the number would make the host wait for nothing.
         return total, float(nonfinite) if self.may_skip else 0.0

@@ -232,41 +232,54 @@ class Interpreter:
         """
         find = context.batches.find
         # Receives are posted before the op computes, so that messages arrive meanwhile.
+        # `find` returns None for micro-batches that a small batch does not have; their transfers
+        # and ops are left out.
         for peer, message in step.posts:
             if (entry := find(message.micro_batch)) is not None:
+                batch, number = entry
                 self._waits_for, self._waits_since = peer, time.monotonic()
-                self._arrivals[message] = self.transport.post(
-                    peer, message, entry[0].forms[entry[1]]
-                )
+                self._arrivals[message] = self.transport.post(peer, message, batch.forms[number])
         op = step.op
-        if op is None or step.kind is Kind.U:
-            if op is not None:
-                self._start_op(step)
-                self._update(op, context)
-                self._end_op(op)
-        elif (entry := find(step.number)) is not None:
-            batch, _ = entry
-            self._batch_step = batch.step
-            arrived = None if step.input_message is None else self._receive(step, batch)
-            # Sums of other stages have a second round, which runs beside this op.
-            for replicas in self.replicas.values():
-                replicas.poll()
-            if step.completes and step.stage in self.replicas:
-                # Before the backward, in which its hooks see the last gradients.
-                self.replicas[step.stage].watch()
+        if op is not None and step.kind is Kind.U:
             self._start_op(step)
-            result = self._compute(op, entry, arrived, context)
+            self._update(op, context)
             self._end_op(op)
-            if result is not None and step.output_message is not None:
-                self._values[step.output_message] = result
+        elif op is not None and (entry := find(step.number)) is not None:
+            self._run_op(step, op, entry, context)
         for peer, message in step.sends:
             if (entry := find(message.micro_batch)) is not None:
-                self._send(peer, message, entry[0].forms[entry[1]])
+                batch, number = entry
+                self._send(peer, message, batch.forms[number])
         # After the sends, since other stages wait for these.
         if step.completes and step.stage in self.replicas:
             self.replicas[step.stage].start()
 
+    def _run_op(self, step: Step, op: Op, entry: tuple[Batch, int], context: RunContext) -> None:
+        """Receive the input of an op other than a U, run it, and store its output for the sends.
+
+        Args:
+            step: the step of the op.
+            op: the op.
+            entry: its batch, and its number in the batch.
+            context: that of the program.
+        """
+        batch, _ = entry
+        self._batch_step = batch.step
+        arrived = None if step.input_message is None else self._receive(step, batch)
+        # Sums of other stages have a second round, which runs beside this op.
+        for replicas in self.replicas.values():
+            replicas.poll()
+        if step.completes and step.stage in self.replicas:
+            # Before the backward, in which its hooks see the last gradients.
+            self.replicas[step.stage].watch()
+        self._start_op(step)
+        result = self._compute(op, entry, arrived, context)
+        self._end_op(op)
+        if result is not None and step.output_message is not None:
+            self._values[step.output_message] = result
+
     def _start_op(self, step: Step) -> None:
+        # The board reads the host's clock anyway: an op on the host pays for one reading less.
         begun_s = self.board.doing(step.text)
         self._computing = True
         self._op_start = begun_s if self._on_host else self.clock.mark()
@@ -305,7 +318,7 @@ class Interpreter:
         """Convert an exception in a step into the RunError that is reported to other ranks."""
         computing, self._computing = self._computing, False
         if self.parallel and isinstance(error, RuntimeError) and is_lost(error):
-            # Of a collective operation in shared layers, which this rank has not failed itself.
+            # A collective operation in shared layers was lost: another process failed, not this op.
             error, computing = TransportLost(str(error)), False
             self._waits_for = "the processes that share its layers"
         if isinstance(error, (TransportTimeout, TransportLost)):
@@ -373,13 +386,15 @@ class Interpreter:
         return result
 
     def _check_gradients(self, finite: FiniteCheck, op: Op, context: RunContext) -> None:
-        """Check the gradients of a stage at its U. The failure of a rank that was to send them is
-        reported in place of what they then contain.
+        """Check the gradients of a stage at its U.
+
+        If another rank has failed, its failure is raised in place of the error of this check.
         """
         stage = self.stages[op.stage]
         try:
             finite.before_update(stage, op, streaming=bool(context.weights))
         except RunError as error:
+            # On an accelerator NCCL's abort leaves garbage in received messages, without an error.
             cause = None if stage.device.type == "cpu" else self.guard.cause(f"gradients for {op}")
             if cause is None:
                 raise

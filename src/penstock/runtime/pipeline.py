@@ -151,6 +151,7 @@ class Pipeline(Optimizing, ModelState, Saving, Inspection):
         self._training = training = Training(loss, optimizer, seed, training_options, parallelism)
         self._settings_exchange, group = next_settings_exchange(self.setting, place)
         self.setting = place_on_hosts(self._settings_exchange, self.setting)
+        # Before ranks wait for each other's tensors: those with different settings would block.
         compare_settings(
             self._settings_exchange, self.chain, self.setting, training, check_data=check_data
         )
@@ -164,6 +165,8 @@ class Pipeline(Optimizing, ModelState, Saving, Inspection):
         self._assembly = assemble(self.chain, self.setting, self._world, self._training)
         compare_optimizers(self._settings_exchange, self._assembly)
         self._guard = guard_for(self.chain, self._assembly)
+        # The assembly's chain has the layers of other ranks on the meta device; freezing is watched
+        # on the parameters of the whole chain.
         whole_chain, self.chain = self.chain, self._assembly.traced
         if plan is not None and optimizer is not None and parallelism is None:
             check_optimizer_memory(plan, self.chain.description, self._assembly.optimizers()[0])
@@ -225,6 +228,7 @@ class Pipeline(Optimizing, ModelState, Saving, Inspection):
             self._world.calls.enter("flush")
             self._stream.flush()  # deferred checks are read by a later batch
             self._world.barrier()
+            # The last entry: losses of an unfinished `train` may stand before it.
             return self._stream.ready.pop()[1]
         # 0 during the batch: if it fails, the gradients of earlier batches are dropped too.
         accumulated, self._accumulated = self._accumulated, 0
@@ -263,6 +267,7 @@ class Pipeline(Optimizing, ModelState, Saving, Inspection):
             SettingError: the loader yields items other than pairs.
         """
         first = self._step
+        # Copies of a mesh read different data by design.
         if self._copies is None:
             self._world.calls.check_loader(loader)
         for item in loader:
@@ -279,6 +284,7 @@ class Pipeline(Optimizing, ModelState, Saving, Inspection):
 
     def _feed(self, stream: Streaming, batch: Batch) -> None:
         """Give a batch to the stream of an asynchronous schedule."""
+        # So that `timeline` shows the stream and not the batch that was evaluated last.
         self._player.played = None
         self._persistence.check_schedulers()
         self._mark_stale()

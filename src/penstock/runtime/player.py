@@ -112,10 +112,11 @@ class Player:
         self.played = None
         try:
             with contextlib.ExitStack() as modes:
-                # All stages change mode before any runs: a module without weights may be in
-                # several stages, which may run at the same time.
-                for stage in self.assembly.stages if mode is Mode.EVALUATE else ():
-                    modes.enter_context(stage.evaluation_mode())
+                if mode is Mode.EVALUATE:
+                    # All stages change mode before any runs: a module without weights may be in
+                    # several stages, which may run at the same time.
+                    for stage in self.assembly.stages:
+                        modes.enter_context(stage.evaluation_mode())
                 step_results = self.assembly.world.run(job)
         except BaseException:
             if mode is Mode.TRAIN:

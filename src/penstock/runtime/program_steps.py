@@ -103,6 +103,7 @@ def _step(posts: Sequence[Transfer], op: Op | None, sends: Sequence[Transfer], s
     if received is not None:
         maker = f"{received.stage}{received.kind.value}{received.micro_batch}"
     kind, stage, number = (Kind.U, -1, -1) if op is None else op
+    # The texts are made here, once for a program: a rank sets its status at every op.
     return Step(
         op,
         kind,

@@ -96,7 +96,7 @@ def _describe_settings(
     for option_field, option_facts in options_of(training.options):
         if not option_facts.private:
             facts[option_field.name] = describe(getattr(training.options, option_field.name))
-    # Which one it is `describe_optimizers` says, when the stages have theirs.
+    # `describe_optimizers` compares types and options, once the stages have their optimizers.
     facts["optimizer"] = "none" if training.optimizer is None else "there is one"
     return facts
 

@@ -98,11 +98,8 @@ class StreamWeights:
             stage: the stage.
             replicas: its replica group, if its replicas average weights after waves.
         """
-        setting, stream, version_uses = (
-            self._assembly.setting,
-            self._assembly.setting.schedule.stream,
-            self._uses,
-        )
+        setting, version_uses = self._assembly.setting, self._uses
+        stream = setting.schedule.stream
         assert stream is not None
         return stage_weights(
             Site(

@@ -138,6 +138,8 @@ class Streaming:
             it was run.
         """
         period = self.increments.period
+        # Whole periods before the window: ops repeat with the period, so that the programs of the
+        # first batches, moved by this many periods, are the ops that were run.
         loops = max(0, self._done - self.schedule.batches) // period.batches
         first = loops * period.batches
         if self._done <= first:

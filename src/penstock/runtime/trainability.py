@@ -123,6 +123,7 @@ class Trainability:
         changed: dict[str, bool] = {}
         for name, holders in self._holders.items():
             if any(holder.requires_grad != flags_before[id(holder)] for holder in holders):
+                # All holders had the same flag: `_copy_flags` leaves them equal.
                 changed[name] = not flags_before[id(holders[0])]
         thawed = [name for name, trains in changed.items() if trains]
         self._check_stream(self._newly_trained(thawed))

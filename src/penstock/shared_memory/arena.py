@@ -44,6 +44,9 @@ class Slot:
     """A head of one cache line, and space for a message after it.
 
     Attributes:
+        segment, words: the segment that it is in, and that segment's 8-byte words.
+        state: index of the word in its head that is not 0 while the slot is in use.
+        start: offset in bytes of the space for a message.
         place: the slot's name in messages between the two processes, see `split_place`.
         pool: the sender's pool that it returns to.
         views: tensors over this memory, by the number of their layout.
@@ -155,10 +158,7 @@ class Arena:
         return None
 
     def _add_slot(self, pool: Pool) -> Slot:
-        """Make a new slot, in a new segment if the last one is full.
-
-        A new segment is at least an eighth of the arena, so that their number grows slowly.
-        """
+        """Make a new slot, in a new segment if the last one is full."""
         last = self.segments[-1] if self.segments else None
         slot_bytes = LINE + pool.nbytes
         if last is None or self._used + slot_bytes > len(last.memory):

@@ -99,6 +99,7 @@ class Saved:
             # Detached, to avoid a reference cycle with the graph. The version counter is shared.
             self._tensors.append(tensor.detach())
             self._versions.append(tensor._version)
+            # A tensor with gaps or overlaps is moved, and restored, as a contiguous one.
             dense = _dense(tensor)
             stride = tensor.stride() if dense else torch.empty(tensor.shape, device="meta").stride()
             self._layouts.append(_Layout(tensor.shape, tuple(stride), tensor.dtype, tensor.device))

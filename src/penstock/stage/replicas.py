@@ -46,7 +46,7 @@ class ReplicaGroup:
         rank: this rank.
         transport: the links of this rank.
         guard: see `Guard`.
-        tied: parameters that other stages use too; `tied.Tied` sums their gradients.
+        tied: parameters that other stages use too; `tied_weights.Tied` sums their gradients.
         open_segment: opens the memory of another replica; None where the replicas are not
             processes of one host, whose gradients are in host memory.
         buckets: sums gradients in buckets; None where no collective operations join the replicas.
@@ -206,6 +206,8 @@ class ReplicaGroup:
         groups = shards.by_owner(self._parameters)
         for group in groups:
             grads = [self._dense(parameter) for parameter in group]
+            # A replica that owns no parameters gets an empty message: each waits for one from all
+            # others.
             rows.append([gradient_flags(group), *flat(grads)] if group else [torch.empty(0)])
         # The form is not that of sums of all parameters.
         signature = f"{UpdateMessage.GRADIENTS.name} {len(self._parameters)} divided"
@@ -238,13 +240,15 @@ class ReplicaGroup:
         for parameter, count, total, earlier in zip(
             self._parameters, counts, sums, previous, strict=True
         ):
+            # Another replica updates this parameter (ZeRO): here neither the sum nor what was set
+            # aside is used.
+            if count and total is None:
+                parameter.grad = None
+                continue
             # A parameter that no replica has a gradient of stays without one.
             grad = total if count else None
             if grad is not None and id(parameter) in rows:
                 grad = sparse_of(grad, rows[id(parameter)])
-            if count and total is None:
-                parameter.grad = None
-                continue
             if earlier is not None:
                 grad = earlier if grad is None else earlier + grad
             parameter.grad = grad

@@ -326,6 +326,8 @@ class Stage:
         if self._on_host or arrived is not None:
             leaves = [tensor.detach().to(self.device) for tensor in source.tensors]
         else:
+            # Views of one copy of the whole batch: a copy for each micro-batch would make the host
+            # wait.
             leaves = device_batch(batch, self.device).views(micro_batch, source.tensors)
         if arrived is not None and batch.training:
             for leaf, requires_grad in zip(leaves, source.wants_grad, strict=True):
@@ -346,6 +348,8 @@ class Stage:
         root, leaf = saved.root, saved.leaf
         if root is not None:
             grad = self._root_grad(batch, micro_batch, arrived, root)
+            # The context is entered only if needed: small stages spend most of their time in
+            # Python.
             if grad is not None and self.runner.draws.watches_backward:
                 with self._builder.backward_context(batch, micro_batch):
                     whole_grad((root,), (grad,))

@@ -129,6 +129,8 @@ class StageDraws:
         self._parts, self._device, self._seed = list(parts), device, seed
         self._joined, self._compiled = joined, compiled
         self._batch: Callable[[], Batch | None] = _no_batch
+        # Step of the last evaluated batch, and its number among those evaluated at this step: each
+        # draws other numbers.
         self._evaluation = (-1, 0)
         self._mentions_by_types: dict[frozenset[type], bool] = {}
         self._randomness: dict[int, _PartRandomness] = {}
@@ -141,7 +143,8 @@ class StageDraws:
         # Of all backwards: whether any ran random ops, and whether any changed the states of the
         # generators.
         self._backward_draws = self._backward_changes_states = False
-        # Of the present backward: the part that it has reached, whether the states of the
+        # Of the present backward: the part that it has reached (-1 before the first; None where
+        # hooks must not seed: in a W, and outside of a backward), whether the states of the
         # generators changed, and these states when they were last seeded.
         self._part_in_backward: int | None = None
         self._states_changed = False

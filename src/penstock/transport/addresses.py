@@ -126,6 +126,8 @@ def interface_of(address: str) -> str | None:
                 answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
             except OSError:  # an interface without an IPv4 address
                 continue
+            # struct ifreq: 16 bytes of name, then a sockaddr_in with 2 bytes of family and 2 of
+            # port.
             if socket.inet_ntoa(answer[20:24]) == address:
                 return name
     return None

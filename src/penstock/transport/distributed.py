@@ -39,12 +39,11 @@ from penstock.transport.wire import DeviceTransfer, Wire, Work, is_lost
 #: Messages without an answer that are in flight at most: of replicas of a stage, and of losses.
 MAX_IN_FLIGHT = 64
 
-#: Tag of the losses of a stream: no message has it.
+#: Tag of the losses of a stream: that of a kind number that no message has, see `message_tag`.
 LOSS_TAG = 7 << 5
 
 
 #: Header of a message, its receive buffers, and their transfers.
-
 _Posted = tuple[Header, list[Tensor], list[Work]]
 
 

@@ -109,6 +109,7 @@ class TensorForm:
             1 if step == 0 and extent > 1 else extent
             for step, extent in zip(strides, self.shape, strict=True)
         )
+        # Dimensions of one element, whose strides mean nothing, come last.
         order = sorted(
             range(len(shape)), key=lambda dim: (-strides[dim] if shape[dim] > 1 else 0, dim)
         )

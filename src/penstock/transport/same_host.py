@@ -304,6 +304,7 @@ class SameHostTransport:
             os.sched_yield()
         started = time.monotonic()
         while True:
+            # Armed before the poll: a message that the poll does not see then ends the sleep.
             notifier.arm()
             try:
                 queue.poll()

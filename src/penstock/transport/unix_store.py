@@ -184,8 +184,10 @@ class StoreServer:
         return self._values.get(key)
 
     def compare_set(self, key: str, expected: str, desired: str) -> str:
-        """Set a value if the present one is as expected, or if there and expected is none; return
-        the value.
+        """Set a value if the present one is as expected; an empty one is expected where there is none.
+
+        Returns:
+            The value afterwards; `expected` if there is still none.
         """
         present = self._values.get(key)
         if present == expected or (present is None and not expected):

@@ -86,6 +86,7 @@ class _VersionCounter:
         stage_reads = self.reads[op.stage]
         reads = stage_reads[op.micro_batch]
         self._check(rank, op, copy, reads.forward)
+        # A version that does not exist yet is checked at the backward.
         if reads.backward <= copy.newest and reads.backward != reads.forward:
             self._check(rank, op, copy, reads.backward)
         copy.reads_in_flight.update((reads.forward, reads.backward))

@@ -115,6 +115,7 @@ class Uses:
     def _find(self, stage: int, number: int) -> tuple[_TableRow, int]:
         """Return the row equivalent to a micro-batch, and how many periods earlier it is."""
         table, period_length = self._tables[stage], self.batches * self.micro_batches
+        # The last period of the table is steady: later numbers are taken back into it.
         periods = max(0, (number - len(table)) // period_length + 1)
         return table[number - periods * period_length], periods
 
@@ -130,13 +131,14 @@ def uses(schedule: Schedule, rule: WeightRule) -> Uses:
     Args:
         schedule: a sound schedule. A stream continues as it repeats; other schedules are run again
             and again, with a flush in between.
-        rule: a weight rule that fits it (see `choice.rule_of`).
+        rule: a weight rule that fits it (see `compatibility.rule_of`).
 
     Raises:
         ScheduleError: a stream does not repeat; or an op reads a version that does not exist, or
             one that the rule refuses, each with its finding.
     """
     endless = _EndlessRun.of(schedule)
+    # A period more than the table has: its last rows look for the F after theirs.
     rows = endless.rows(endless.steady + 2 * endless.batches)
     trace = trace_versions(rows, schedule.stages, endless.pipelines)
     reads, _ = _checked_reads(schedule, rows, trace, rule)
@@ -217,6 +219,7 @@ class _EndlessRun:
 
     def updates(self, rank: int, stage: int) -> int:
         """Return the number of updates of each copy of a stage's weights on a rank per period."""
+        # Exact: `batches` is a multiple of both, so that all copies have equally many.
         return (
             self.period.updates[rank][stage] * self.batches // self.period.batches // self.pipelines
         )
@@ -255,7 +258,7 @@ def readings(schedule: Schedule, rule: WeightRule) -> WeightReadings:
 
     Args:
         schedule: a sound schedule.
-        rule: a weight rule that fits it (see `choice.rule_of`).
+        rule: a weight rule that fits it (see `compatibility.rule_of`).
 
     Raises:
         ScheduleError: an op reads a version that does not exist, or one that the rule refuses, each

@@ -189,6 +189,7 @@ class CopyBatches:
         self.world.wait_for(work, "the batches of all copies of the pipeline")
         by_rank = [tuple(entry.tolist()) for entry in rows]
         self._check_same(by_rank, form)
+        # One process of each copy, since ranks are numbered copy after copy.
         first_ranks = self.mesh.pipeline[:: self.mesh.stages]
         counts = [by_rank[rank][0] for rank in first_ranks]
         per_copy = self.schedule.micro_batches // self.mesh.copies

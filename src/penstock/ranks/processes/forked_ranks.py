@@ -164,6 +164,7 @@ class _Server:
     def close(self) -> None:
         """End the server when its last rank has ended."""
         self._control.close()
+        # In a fork of the launcher the server is not a child, and cannot be waited for.
         if self.owner == os.getpid():
             if not self._ready:
                 # It imports torch, for seconds, and reads nothing before it is through.
@@ -205,7 +206,7 @@ class ForkServer:
         return None
 
     def _current(self) -> _Server | None:
-        """The server, started if there is none that ranks can inherit from."""
+        """Return the server, started if there is none that ranks can inherit from."""
         inherited = _inherited()
         server = self._server
         if server and (server.owner != os.getpid() or server.inherited != inherited):
@@ -260,8 +261,9 @@ def search_path() -> list[str]:
 
 
 def _inherited() -> object:
-    """What a process inherits from its parent and cannot be told later: libraries read their
-    settings from the environment when they are imported.
+    """Return what a process inherits from its parent and cannot be told later.
+
+    Libraries read their settings from the environment when they are imported.
     """
     import resource  # Linux has it, as it has fork servers
 
@@ -272,7 +274,7 @@ def _inherited() -> object:
 
 
 def _output(stack: contextlib.ExitStack, descriptor: int) -> int:
-    """The descriptor if it is open, else one of the null device."""
+    """Return the descriptor if it is open, else one of the null device."""
     try:
         os.fstat(descriptor)
     except OSError:

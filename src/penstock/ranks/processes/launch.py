@@ -281,6 +281,8 @@ def _first_error(noticed: _Child, children: list[_Child]) -> RunError:
     """
     first = _first_record(children)
     dead = noticed if noticed.silent else next((child for child in children if child.silent), None)
+    # A process that dies after another rank's error is a consequence of it, unless that error
+    # itself is one, such as of a lost link.
     if dead is None or (dead is not noticed and first is not None and not first["consequence"]):
         assert first is not None
         return RankFailed(first["rank"], foreign_text(first["error"]), first["traceback"])

@@ -79,6 +79,7 @@ class RunConfig:
             plan.cluster_ranks,
             plan.cluster_devices,
             dict(zip(plan.schedule.programs, plan.predicted.busy_s, strict=False)),
+            # In ascending order of devices, as `_on_devices` numbers the ranks.
             tuple(peak for _, peak in sorted(zip(devices, peaks, strict=True))),
         )
 
@@ -217,7 +218,10 @@ def check(setting: RunConfig) -> None:
     if schedule.stream is not None:
         _check_stream(schedule)
     rule_of(schedule, setting.rule, setting.weights_options)
-    verify(schedule) if schedule.stream is None else verify(schedule, weights=setting.rule)
+    if schedule.stream is None:
+        verify(schedule)
+    else:
+        verify(schedule, weights=setting.rule)
     if setting.recomputed and schedule.slicing is not None and schedule.slicing.along == "tokens":
         raise SettingError(
             f"{schedule.name} cuts sequences, and single layers cannot be recomputed then, because "

@@ -67,6 +67,7 @@ class OneDevice:
             whole: whether to keep sequences whole; else the slices of a sequence share one graph.
         """
         batch = self.batch.with_whole_sequences() if whole else self.batch
+        # Empty results: `self.batch` holds those of the pipeline.
         batch = replace(
             batch, losses={}, outputs={}, loss_weights=None, loss_counts={}, keeps_outputs=False
         )
@@ -87,6 +88,8 @@ class OneDevice:
                 assert batch.loss_weights is not None
                 pending.append(_weighted(loss, sides, batch.loss_weights[n], batch.shares[n]))
                 self.sides = self.sides or bool(sides)
+            # A loss on the joined outputs is computed after the last forward, see `JointLosses`:
+            # the backwards can only follow then.
             if options.loss_on == "micro_batch":
                 _backward(pending)
         _backward(pending)

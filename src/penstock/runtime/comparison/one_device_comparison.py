@@ -167,6 +167,7 @@ def compare(
             "compare_with_one_device runs the whole model on rank 0, which needs the whole batch: "
             "give every rank all inputs and targets"
         )
+        # The other ranks are about to gather state, and would wait for this one.
         world.abandon(error)
         raise error
     initial_state = state.collect(world, placed)
@@ -323,7 +324,10 @@ def _compare_whole(reference: OneDevice, results: _Results) -> WholeBatch:
     """Compare the pipeline's results with those of the undivided batch."""
     reference_grads = reference.grads()
     causes = causes_in(reference.modules)
-    causes += [DRAWS] * reference.drew + [SIDES] * reference.sides
+    if reference.drew:
+        causes.append(DRAWS)
+    if reference.sides:
+        causes.append(SIDES)
     scale = {name: _largest(grad) for name, grad in reference_grads.items()}
     scale["loss"] = abs(reference.loss)
     dtypes = (grad.dtype for grad in reference_grads.values())

@@ -108,6 +108,7 @@ def _has_batch_statistics(part: nn.Module) -> bool:
     if not isinstance(part, TracedLayer):
         return False
     ops = (part.variants.all()[0].flow.order) if part.variants.all() else ()
+    # The sixth argument of torch.batch_norm is `training`.
     return any(op_name(node) == "batch_norm" and bool(node.args[5]) for node in ops)
 
 

@@ -186,6 +186,7 @@ class Checkpoints:
                 continue
             self._seen_step = pipe.step
             on_disk = (step for step, other in candidates if other != self._context.memory)
+            # A checkpoint in memory does not count as saved: then the newest one on the disk does.
             self._begun_step = saved_step if folder != self._context.memory else next(on_disk, None)
             if self._begun_step is not None:
                 self._note_saved(self._begun_step)
@@ -256,6 +257,7 @@ class Checkpoints:
             FileError: a checkpoint cannot be written. Older ones are unchanged.
             SettingError: the state has NaN, or cannot be saved.
         """
+        # A checkpoint does not hold gradients: what is due waits for the step that uses them.
         if self.poll(pipe) and not pipe._accumulated:
             self.save(pipe)
         if self.ended and not pipe._accumulated:

@@ -333,6 +333,7 @@ def _exchange(assembly: Assembly, parts: Mapping[int, _Part]) -> dict[int, _Part
     world = assembly.world
     texts = {rank: json.dumps(vars(part)) for rank, part in parts.items()}
     all_parts: dict[int, _Part] = {}
+    # One broadcast per rank, since every rank needs all names for the numbering.
     for rank in range(world.size):
         (text,) = world.broadcast([texts.get(rank, "")], rank)
         all_parts[rank] = _Part(**json.loads(text))
@@ -354,6 +355,7 @@ def _numbering(assembly: Assembly, parts: Mapping[int, _Part]) -> Numbering:
         for number, members in enumerate(part.groups):
             group_of.update(dict.fromkeys(members, number))
     groups: list[list[str]] = [[] for _ in with_groups[0].groups]
+    # In the order of the whole model, as `model.parameters()` has them, and not rank by rank.
     for name in assembly.traced.parameter_names():
         if name in group_of:
             groups[group_of[name]].append(name)

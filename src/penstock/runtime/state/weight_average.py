@@ -85,6 +85,8 @@ class Average:
     def averaged(self, stage: Stage) -> dict[str, Tensor]:
         """Return the live averaged tensors of a local stage by the names of the model."""
         live, averaged = self._part_of_stage[id(stage)]
+        # `type: ignore` here and below: torch types `AveragedModel.module` as any Module, of which
+        # attributes are tensors or modules and cannot be called.
         return {name: averaged.module.tensor(name) for name in live.names}  # type: ignore[operator]
 
     def restart(self, count: int) -> None:

@@ -240,6 +240,7 @@ class PowerSgd:
         vectors: list[tuple[int, int]] = []  # first element, elements
         first = 0
         for shape in layout.shapes:
+            # As in torch's hook: the first dimension counts as rows, all others as columns.
             rows = shape[0] if len(shape) > 1 else 1
             columns = shape.numel() // rows if rows else 0
             if min(rows, columns) > rank and (rows + columns) * rank < rows * columns:

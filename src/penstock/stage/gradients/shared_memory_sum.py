@@ -8,8 +8,8 @@ messages through `transport.same_host` copy it as often, and sum it in every rep
     replica 0   [ a0 | a1 ]  ──▶  [ a0 + b0 | a1      ]  ──▶  gradients of both replicas:
     replica 1   [ b0 | b1 ]  ──▶  [ b0      | a1 + b1 ]       [ a0 + b0 | a1 + b1 ]
 
-The order of a sum is that of the ranks, as in `message_sum`, so that results are the same to the
-bit.
+The order of a sum is that of the ranks, as in `ReplicaGroup`'s sums by messages, so that results
+are the same to the bit.
 """
 
 from __future__ import annotations
@@ -70,6 +70,7 @@ class SharedArea:
         self.parameters = tuple(parameters)
         self.layout = layout
         self._segments = segments  # keeps the memory mapped
+        # The first line of a segment is its head.
         memories = [segment.bytes[LINE:] for segment in segments]
         self._position = position
         self._flats = [layout.flats(memory) for memory in memories]
@@ -180,6 +181,8 @@ class SharedMemorySum:
         self._await_copies()
         targets, gradients, missing = [], [], []
         for parameter, view in zip(area.parameters, area.local, strict=True):
+            # Memory of an earlier step is still there: where no gradient is added, it must be
+            # zeroed.
             if parameter.grad is None:
                 missing.append(view)
             else:

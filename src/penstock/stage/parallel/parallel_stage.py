@@ -229,4 +229,5 @@ def _has_gradient(entry: Any) -> bool:
     """Whether a parameter of FSDP has a gradient of this batch."""
     if entry.unsharded_accumulated_grad is not None:
         return True
+    # FSDP creates this attribute when it first gathers the parameter.
     return hasattr(entry, "_unsharded_param") and entry.unsharded_param.grad is not None

@@ -32,8 +32,8 @@ from penstock.units import format_count, format_ranks
 TransportName = Literal["nccl", "host memory"]
 
 #: Types of accelerators that are chosen where no device is requested. Others are used where
-#: `device=` names them: clocks and
-#: random states are implemented for CUDA (and ROCm, which torch calls "cuda").
+#: `device=` names them: clocks and random states are implemented for CUDA (and ROCm, which torch
+#: calls "cuda").
 AUTOMATIC: Final = ("cuda",)
 
 #: Environment variables that give a rank's position, or change which devices it sees.

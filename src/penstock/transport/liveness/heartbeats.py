@@ -179,6 +179,7 @@ class Heartbeats:
         Such an address is that of the store's host, whose address the other hosts know.
         """
         entry = RankAddress(*json.loads(self._store.get(f"heartbeat/{rank}")))
+        # A new dictionary, since the watching thread may be iterating over the present one.
         self._ranks = {**self._ranks, rank: entry}
         address = entry.address
         if address.startswith("127.") and entry.host != self._ranks[self._rank].host:
