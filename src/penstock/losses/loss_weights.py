@@ -243,7 +243,7 @@ class LossWeights:
         if first.counted:
             batch.loss_counts = dict(weights_by_form.counts)
             return weights_by_form.weights
-        is_trusted = self.call.is_torchs and not _broadcasts(view)
+        is_trusted = self.call.is_torchs and not view.may_broadcast
         if test and not is_trusted and not self._is_per_row(view, weights_by_form):
             weights = self._tested(views, key, weights_by_form)
             # The same list is returned if the test confirms it.
@@ -422,18 +422,6 @@ def _forms_of(target: Any) -> object:
     if type(target) is Tensor:
         return target.shape, target.dtype
     return tuple((leaf.shape, leaf.dtype) for leaf in tensors_of(target))
-
-
-def _broadcasts(view: View) -> bool:
-    """Whether a loss of torch may compare samples with each other.
-
-    Outputs (n, 1) and targets (n,) are broadcast to (n, n), which torch only warns about.
-    """
-    output, target = view.value, view.target(view.number)
-    if not (isinstance(output, Tensor) and isinstance(target, Tensor)):
-        return False
-    has_classes = not target.is_floating_point() and output.shape[1:] != (1,)
-    return output.shape != target.shape and not has_classes
 
 
 def _as_number(count: Any, number: int) -> float:

@@ -78,6 +78,18 @@ class View:
         return any(self.number in row and self.partner in row for row in self.batch.rows())
 
     @property
+    def may_broadcast(self) -> bool:
+        """Whether a loss of torch may compare samples with each other.
+
+        Outputs (n, 1) and targets (n,) are broadcast to (n, n), which torch only warns about.
+        """
+        output, target = self.value, self.target(self.number)
+        if not (isinstance(output, torch.Tensor) and isinstance(target, torch.Tensor)):
+            return False
+        has_classes = not target.is_floating_point() and output.shape[1:] != (1,)
+        return output.shape != target.shape and not has_classes
+
+    @property
     def pair(self) -> tuple[int, int]:
         """Both numbers, ascending."""
         return min(self.number, self.partner), max(self.number, self.partner)
