@@ -76,6 +76,7 @@ class TorchDriver:
         device = _device(index)
         ones = torch.ones(_SIDE, _SIDE, device=device)
         total = (ones @ ones).sum()
+        # Kernels run asynchronously: an error of this one would appear in a later call.
         torch.accelerator.synchronize(device)
         if total.item() != _SIDE**3:
             raise RunError(f"a product of matrices sums to {total.item():g} instead of {_SIDE**3}")
@@ -101,6 +102,7 @@ class TorchDriver:
         if device.type != "cuda":
             raise RunError(f"{device.type} has no CUDA IPC")
         storage = torch.ones(_SIDE, device=device).untyped_storage()
+        # Numbers and bytes, which the other process gets as text: it needs nothing else of this one.
         handle = storage._share_cuda_()  # type: ignore[no-untyped-call]
         total = sum_in_another_process("_new_shared_cuda", handle)
         if total != _SIDE:

@@ -124,6 +124,7 @@ def profile(
         measured = benchmark.profile(example, batch, measured_sizes, repeats)
     del modules, benchmark  # `trim_memory` returns to the system what nothing refers to
     trim_memory()
+    # Each rank has its own bytes and conditions: all take those of rank 0, to plan alike.
     return concurrent.gather(measured, Profile)[0]
 
 
@@ -238,6 +239,7 @@ class _ChainBenchmark:
         """Return the passes of one size through some layers."""
         set_targets = self._targets_setter(size)
         set_targets()
+        # Once: every timed pass starts from the input of this rank's first layer.
         layers_before = self._passes(range(layers.start))
         value = layers_before.output_for(resized(example, size, self.device))
         return PassSeries(size, self._passes(layers), value, set_targets)
@@ -260,6 +262,7 @@ class _ChainBenchmark:
             for place in range(len(self.modules)):
                 times = _layer_times(rough, place).seconds
                 seconds.append(min(times["forward"]) + min(times["backward"]))
+            # An interruption only lengthens a pass: the least of all rounds is nearest to the device.
             least = list(map(min, least, seconds)) if least else seconds
             speed = RankSpeed(socket.gethostname(), device_name(self.device), model, sum(least))
             ranks = self.concurrent.gather(speed, RankSpeed)
@@ -301,7 +304,7 @@ class _ChainBenchmark:
         """Return the timed passes through some layers."""
         return TimedPasses(
             [self.modules[index] for index in layers],
-            layers.start > 0,
+            layers.start > 0,  # the first layer of the chain computes no gradient of its input
             self.device,
             [self.traced.layers[index].name for index in layers],
         )
@@ -380,6 +383,7 @@ def _layers(
                 tied_tensors=weights.tied_tensors,
                 activation_bytes_per_sample=activations[index],
                 entry_bytes_per_sample=entries[index],
+                # Of the largest size, where what comes once per micro-batch weighs least.
                 output_bytes_per_sample=measured[-1].output_bytes / sizes[-1],
                 single_copy_reason="",
                 **{phase: _timing(sizes, measured, phase) for phase in PHASES},
@@ -409,7 +413,7 @@ def _timing(sizes: tuple[int, ...], measured: Sequence[_LayerTimes], phase: Phas
 
 def _spread(seconds: list[float]) -> float:
     """Return the interquartile range."""
-    if len(seconds) < 2:
+    if len(seconds) < 2:  # `quantiles` needs two
         return 0.0
     quarters = statistics.quantiles(seconds, n=4)
     return quarters[2] - quarters[0]

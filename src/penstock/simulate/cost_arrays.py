@@ -61,6 +61,7 @@ class Amounts:
         Raises:
             SettingError: a name is not a field of Costs, or an array has the wrong shape.
         """
+        # The default of `Costs`.
         arrays: dict[str, Array] = {"forward": np.ones((1, 1, 1))}
         vectors = None
         for name, value in fields.items():
@@ -99,6 +100,7 @@ class Amounts:
             raise SettingError("costs: forward is needed")
         if backward is None:
             backward = 2 * forward if inputs is None or weights is None else inputs + weights
+        # Halves where neither is known; else what the other one leaves of the backward.
         if inputs is None:
             inputs = backward / 2 if weights is None else np.maximum(backward - weights, 0.0)
         if weights is None:
@@ -183,6 +185,7 @@ class _Field:
 
     def stack(self, values: list[object]) -> Array:
         """Return the values of all vectors as one array."""
+        # All vectors in one conversion, which sweeps over many of them need.
         if all(isinstance(value, tuple) for value in values):
             try:
                 array = np.array(values, float)
@@ -190,6 +193,7 @@ class _Field:
                 array = np.empty(0)
             if array.shape[1:] in ((self.count,), (self.count, len(self.micro_batches))):
                 return array.reshape(array.shape + (1,) * (3 - array.ndim))
+        # Vectors of unlike forms, such as one number beside one per stage: broadcast to the largest.
         rows = list(map(self._array, values))
         shape = np.broadcast_shapes(*(row.shape for row in rows))
         return np.stack([np.broadcast_to(row, shape) for row in rows])
@@ -218,6 +222,7 @@ class _Field:
 
     def _evaluate(self, function: Callable[[int, int], object]) -> Array:
         """Return the values of a function of stage and micro-batch."""
+        # Functions are called once per entry here, and not in every simulation.
         array = np.empty((self.count, len(self.micro_batches)))
         for stage in range(self.count):
             for column, number in enumerate(self.micro_batches):

@@ -118,6 +118,7 @@ def hierarchical_cut(costs: LayerCosts, levels: Sequence[Level], rules: Rules | 
     for number, level in enumerate(levels):
         table = _Table(seconds, weights, activations, output, level, rules)
         table.fill(within, whole_only=number == len(levels) - 1)
+        # To the level above, a range of layers is as slow as its best cut over this whole level.
         seconds = table.all_components()
         within = level.components
         tables.append(table)
@@ -203,12 +204,14 @@ class _Table:
         """
         rows = 1 if whole_only else self.layers
         stages = self.rules.stages or 1
+        # By number of components from 0; no range runs on 0, so that column stays infinite.
         shape = (rows, self.layers, self.most + 1)
         self.time = [np.full(shape, np.inf) for _ in range(stages)]
         self.behind = [np.full(shape, -1, np.int32) for _ in range(stages)]
         self.last = [np.zeros(shape, np.int32) for _ in range(stages)]
         for j in range(self.layers):
             upto = min(j + 1, rows)
+            # A single stage on m components has the other components of the level behind it.
             exceeds = self._exceeds_memory(slice(0, upto), j, self.most - self.counts)
             single = np.where(exceeds, np.inf, self._stage(slice(0, upto), j, within))
             self.time[0][:upto, j, 1 : self.replicas + 1] = single
@@ -241,6 +244,7 @@ class _Table:
 
     def _cut(self, s: int, before: int, j: int) -> None:
         """Update the entries of all ranges that end with layer j by one more cut."""
+        # By cut: the last stage, the link into it, and in the code the link out of it.
         last_stage = np.maximum(
             np.maximum(self._stage(slice(1, j + 1), j), self.hop[:j]), self.out[j]
         )
@@ -250,13 +254,16 @@ class _Table:
             count = min(m - 1, self.replicas)
             exceeds = self._exceeds_memory(slice(1, j + 1), j, self.most - m)
             last = np.where(exceeds, np.inf, last_stage)[None, :, :count]
-            # [range, cut, components of the last stage], the other components before it.
+            # [range, cut, components of the last stage]; the slice runs backwards, since the more
+            # components the last stage has, the fewer are left for the layers before it.
             totals = np.maximum(earlier[:rows, :j, m - 1 : m - 1 - count : -1], last)
             totals = totals.reshape(rows, -1)
             best = totals.argmin(axis=1)
             value = totals[np.arange(rows), best]
+            # Strictly better: of equal ones the earlier cut stays.
             better = np.flatnonzero(value < time[:rows, j, m])
             time[better, j, m] = value[better]
+            # The flat index of [cut, components] is cut * count + components - 1.
             self.behind[s][better, j, m] = best[better] // count
             self.last[s][better, j, m] = best[better] % count + 1
 
@@ -310,6 +317,7 @@ def spread(
             for component in part_components
             if isinstance(component, Sequence)
         ]
+        # All components of a part are cut alike: their n-th stages are replicas of one another.
         for replicas in zip(*inner_stages, strict=True):
             start, stop, _ = replicas[0]
             turns = zip(*(ranks for *_, ranks in replicas), strict=True)
