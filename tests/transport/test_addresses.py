@@ -36,7 +36,9 @@ def environment(monkeypatch):
         "WORLD_SIZE",
         "LOCAL_WORLD_SIZE",
     ):
-        monkeypatch.delenv(name, raising=False)
+        # Set first: what the code under test sets is then removed at the end as well.
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
     return monkeypatch
 
 

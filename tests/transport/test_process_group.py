@@ -41,7 +41,9 @@ VARIABLES = (
 def alone(monkeypatch):
     """A process that no launcher has started."""
     for name in VARIABLES:
-        monkeypatch.delenv(name, raising=False)
+        # Set first: what the code under test sets is then removed at the end as well.
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
     monkeypatch.setattr(process_group, "_HEARTBEATS", [])
     monkeypatch.setattr(process_group, "launch_store", lambda: None)
     monkeypatch.setattr(process_group, "disable_memory_trimming", lambda: None)
