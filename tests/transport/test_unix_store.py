@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import socket
+import threading
 from datetime import timedelta
 
 import pytest
@@ -54,6 +55,21 @@ def test_methods_do_what_those_of_torchs_store_do(server):
         ]
         assert results[:6] == [2, -3, b"one", b"one", b"other", False]
         assert results[6:] == [b"three", True, False, b"three", True, False]
+
+
+@pytest.mark.parametrize(
+    ("method", "values"),
+    [("compare_set", ("flag", "", "two")), ("set", ("flag", "two")), ("get", ("flag",))],
+)
+def test_the_launcher_waits_for_a_request_in_progress(server, method, values):
+    """Its own calls could come between the comparison and the setting of a rank's."""
+    thread = threading.Thread(target=getattr(server, method), args=values)
+    with server._lock:
+        thread.start()
+        thread.join(0.02)
+        assert thread.is_alive()
+    thread.join(HANG_S)
+    assert not thread.is_alive()
 
 
 def test_waiting_ends_at_the_timeout(server):

@@ -145,7 +145,9 @@ class StoreServer:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._values: dict[str, str] = {}
-        self._lock = threading.Lock()
+        # The launcher reads and writes beside the threads of the connections, which hold the lock
+        # when they call the same methods.
+        self._lock = threading.RLock()
         self._closed = False
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         with _short_path(path) as address:
@@ -177,11 +179,13 @@ class StoreServer:
 
     def set(self, key: str, value: str) -> None:
         """Set a value, as text with one character for every byte."""
-        self._values[key] = value
+        with self._lock:
+            self._values[key] = value
 
     def get(self, key: str) -> str | None:
         """Return a value as text with one character for every byte; None if there is none."""
-        return self._values.get(key)
+        with self._lock:
+            return self._values.get(key)
 
     def compare_set(self, key: str, expected: str, desired: str) -> str:
         """Set a value if the present one is as expected; an empty one is expected where there is none.
@@ -189,10 +193,11 @@ class StoreServer:
         Returns:
             The value afterwards; `expected` if there is still none.
         """
-        present = self._values.get(key)
-        if present == expected or (present is None and not expected):
-            self._values[key] = desired
-        return self._values.get(key, expected)
+        with self._lock:
+            present = self._values.get(key)
+            if present == expected or (present is None and not expected):
+                self._values[key] = desired
+            return self._values.get(key, expected)
 
     def close(self) -> None:
         """End all connections."""

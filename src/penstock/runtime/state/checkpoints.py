@@ -176,17 +176,24 @@ class Checkpoints:
         _check_writers(pipe)
         errors: list[str] = []
         candidates = self._agreed_candidates(pipe._world, errors)
+        damaged: set[Path] = set()
         for saved_step, folder in candidates:
             try:
                 pipe.load(folder)
             except CheckpointDamaged as error:
                 errors.append(str(error))
+                damaged.add(folder)
                 if 0 in pipe._world.local_ranks:
                     self._say(f"skipping the checkpoint {folder}: {error}")
                 continue
             self._seen_step = pipe.step
-            on_disk = (step for step, other in candidates if other != self._context.memory)
-            # A checkpoint in memory does not count as saved: then the newest one on the disk does.
+            # A checkpoint in memory does not count as saved: then the newest one on the disk does,
+            # unless it is damaged and has to be written again.
+            on_disk = (
+                step
+                for step, other in candidates
+                if other != self._context.memory and other not in damaged
+            )
             self._begun_step = saved_step if folder != self._context.memory else next(on_disk, None)
             if self._begun_step is not None:
                 self._note_saved(self._begun_step)

@@ -1,0 +1,148 @@
+"""Stages of the ranks of one process: which of them have the user's modules, and which copies."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import nn
+
+import penstock as ps
+
+
+def sgd(parameters):
+    """Plain gradient descent."""
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def replicated(orders, stages):
+    """Return a schedule in which every rank of a row runs all stages of its micro-batches."""
+    rows = []
+    for rank, holders in enumerate(orders):
+        forwards = [f"{s}F{m}" for m in holders for s in range(stages)]
+        backwards = [f"{s}B{m}" for m in holders for s in reversed(range(stages))]
+        updates = [f"{s}U1" for s in range(stages)]
+        rows.append(f"rank {rank} | " + " ".join([*forwards, *backwards, *updates]))
+    return ps.Schedule.parse("\n".join(rows))
+
+
+def assembly_of(layers, balance, schedule, **options):
+    """Return the assembly of a pipeline whose ranks are threads of this process."""
+    pipe = ps.Pipeline(
+        layers,
+        balance=balance,
+        schedule=schedule,
+        loss=nn.functional.mse_loss,
+        executor="threads",
+        device="cpu",
+        **{"optimizer": sgd, **options},
+    )
+    return pipe._assembly
+
+
+def modules_of(assembly, rank, index):
+    """Return the modules of the layers of a rank's stage."""
+    return [layer.module for layer in assembly.interpreters[rank].stages[index].layers]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_first_rank_of_a_stage_has_the_users_modules_and_all_others_copies(seed):
+    """Copies have equal values and no memory in common; each stage has its layers in order."""
+    rng = random.Random(seed)
+    ranks, stages = rng.randint(2, 3), rng.randint(1, 3)
+    balance = [rng.randint(1, 2) for _ in range(stages)]
+    layers = [nn.Linear(3, 3) for _ in range(sum(balance))]
+    schedule = replicated([[rank] for rank in range(ranks)], stages)
+    assembly = assembly_of(layers, balance, schedule)
+    for index in range(stages):
+        first = sum(balance[:index])
+        users = layers[first : first + balance[index]]
+        assert all(
+            module is user
+            for module, user in zip(modules_of(assembly, 0, index), users, strict=True)
+        )
+        for rank in range(1, ranks):
+            for module, user in zip(modules_of(assembly, rank, index), users, strict=True):
+                assert module is not user
+                for copied, original in zip(module.parameters(), user.parameters(), strict=True):
+                    assert copied is not original
+                    assert copied.data_ptr() != original.data_ptr()
+                    assert torch.equal(copied, original)
+
+
+@pytest.mark.parametrize("ranks_of_stages", [(0, 1, 0), (0, 1, 2), (1, 0, 0)])
+def test_a_tied_weight_is_one_tensor_on_a_rank_and_a_copy_on_every_other_one(ranks_of_stages):
+    """Its home has the user's; the optimizer of one stage alone has it, the others borrow it."""
+    layers = [nn.Linear(3, 3) for _ in range(3)]
+    layers[2].weight = layers[0].weight
+    weight = layers[0].weight
+    ops = {rank: [] for rank in range(max(ranks_of_stages) + 1)}
+    for kind, order in (("F", range(3)), ("B", reversed(range(3)))):
+        for stage in order:
+            ops[ranks_of_stages[stage]].append(f"{stage}{kind}0")
+    for stage in range(3):
+        ops[ranks_of_stages[stage]].append(f"{stage}U1")
+    schedule = ps.Schedule.parse("\n".join(f"rank {r} | {' '.join(row)}" for r, row in ops.items()))
+    assembly = assembly_of(layers, [1, 1, 1], schedule)
+    first, last = (
+        modules_of(assembly, ranks_of_stages[index], index)[0].weight for index in (0, 2)
+    )
+    assert first is weight
+    assert (last is first) == (ranks_of_stages[0] == ranks_of_stages[2])
+    assert torch.equal(last, first)
+    updates = {
+        index: assembly.interpreters[ranks_of_stages[index]].stages[index].update
+        for index in range(3)
+    }
+    counts = {index: len(update.parameters) for index, update in updates.items()}
+    assert counts == {0: 2, 1: 2, 2: 1}, "the weight is updated by the first stage"
+    assert [len(updates[index].borrowed) for index in (0, 2)] == [0, 1]
+    assert updates[2].borrowed[0] is last
+
+
+def test_a_module_in_two_stages_of_different_ranks_is_copied_once_per_rank():
+    """Its tensors have their original on one rank: the other one must not share them."""
+    shared = nn.Linear(3, 3)
+    layers = [shared, nn.Tanh(), shared]
+    assembly = assembly_of(layers, [2, 1], "gpipe", micro_batches=2)
+    assert modules_of(assembly, 0, 0)[0] is shared
+    other = modules_of(assembly, 1, 1)[0]
+    assert other is not shared
+    assert {id(p) for p in other.parameters()}.isdisjoint(map(id, shared.parameters()))
+
+
+def test_stages_of_one_rank_alone_have_the_users_modules():
+    """No other rank of the process could change them meanwhile."""
+    layers = [nn.Linear(3, 3), nn.Linear(3, 3)]
+    assembly = assembly_of(layers, [1, 1], ps.Schedule.parse("0F0 1F0 1B0 0B0 1U1 0U1"))
+    assert [modules_of(assembly, 0, index)[0] for index in range(2)] == layers
+
+
+def test_the_loss_is_on_the_last_stage_and_only_there():
+    """All other stages send their outputs."""
+    layers = [nn.Linear(3, 3) for _ in range(3)]
+    assembly = assembly_of(layers, [1, 1, 1], "1f1b", micro_batches=3)
+    has_loss = [
+        stage.loss is not None
+        for rank in range(3)
+        for stage in assembly.interpreters[rank].stages.values()
+    ]
+    assert has_loss == [False, False, True]
+
+
+def test_parameter_groups_have_the_names_of_the_whole_model():
+    """Also on a stage that begins in the middle."""
+    layers = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+
+    def groups(name, parameter):
+        return {"lr": 0.5} if name in ("0.weight", "1.bias") else {}
+
+    assembly = assembly_of(layers, [1, 1], "gpipe", micro_batches=2, parameter_groups=groups)
+    rates = []
+    for rank in range(2):
+        optimizer = assembly.interpreters[rank].stages[rank].update.optimizer
+        module = modules_of(assembly, rank, rank)[0]
+        rate = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
+        rates.append((rate[id(module.weight)], rate[id(module.bias)]))
+    assert rates == [(0.5, 0.1), (0.1, 0.5)]
