@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 import penstock as ps
+from penstock.stage.stage import StageLayer
+from penstock.stage.stage_builder import parameter_names
 
 
 def sgd(parameters):
@@ -99,6 +101,9 @@ def test_a_tied_weight_is_one_tensor_on_a_rank_and_a_copy_on_every_other_one(ran
     assert counts == {0: 2, 1: 2, 2: 1}, "the weight is updated by the first stage"
     assert [len(updates[index].borrowed) for index in (0, 2)] == [0, 1]
     assert updates[2].borrowed[0] is last
+    biases = [modules_of(assembly, ranks_of_stages[index], index)[0].bias for index in range(3)]
+    users = [layer.bias for layer in layers]
+    assert all(bias is user for bias, user in zip(biases, users, strict=True)), "they are not tied"
 
 
 def test_a_module_in_two_stages_of_different_ranks_is_copied_once_per_rank():
@@ -146,3 +151,37 @@ def test_parameter_groups_have_the_names_of_the_whole_model():
         rate = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
         rates.append((rate[id(module.weight)], rate[id(module.bias)]))
     assert rates == [(0.5, 0.1), (0.1, 0.5)]
+
+
+def test_layers_without_tensors_are_copied_for_replicas_too():
+    """They may have state of other kinds, such as a count of forwards."""
+    layers = [nn.Linear(3, 3), nn.Tanh()]
+    assembly = assembly_of(layers, [2], replicated([[0], [1]], 1))
+    assert modules_of(assembly, 0, 0)[1] is layers[1]
+    assert modules_of(assembly, 1, 0)[1] is not layers[1]
+
+
+def test_a_parameter_that_occurs_twice_has_its_first_name_and_is_grouped_once():
+    """Within a stage and in the whole model."""
+    layers = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3))
+    layers[1].weight = layers[0].weight
+    layers[2].weight = layers[0].weight
+    asked = []
+
+    def groups(name, parameter):
+        asked.append(name)
+        return {}
+
+    traced = ps.chain(layers)
+    stage_layers = [
+        StageLayer(index, traced.layers[index].name, traced.modules[index]) for index in range(3)
+    ]
+    names = parameter_names(traced, stage_layers)
+    assert list(names.values()) == ["0.weight", "0.bias", "1.bias", "2.bias"]
+    assert list(parameter_names(traced, stage_layers[1:]).values()) == [
+        "0.weight",
+        "1.bias",
+        "2.bias",
+    ]
+    assembly_of(layers, [3], "gpipe", micro_batches=2, parameter_groups=groups)
+    assert sorted(asked) == ["0.bias", "0.weight", "1.bias", "2.bias"]
