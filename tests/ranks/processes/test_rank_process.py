@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import weakref
 from types import SimpleNamespace
 
 import cloudpickle
@@ -182,8 +183,11 @@ def test_a_process_ends_with_its_parent(monkeypatch, exits, is_parent):
 def test_a_rank_that_succeeds_ends_its_threads_and_exit_functions_and_one_that_fails_does_not(
     monkeypatch, exits, tmp_path
 ):
-    """Files that are still open are flushed last, when exit functions have written to them."""
+    """Files that are still open are flushed last, when exit functions have written to them. Other
+    objects of the program do not matter, such as a weak proxy whose object is gone.
+    """
     file = (tmp_path / "out").open("w")
+    dead_proxy = weakref.proxy(set())
 
     def at_exit():
         exits.append("atexit")
@@ -200,6 +204,7 @@ def test_a_rank_that_succeeds_ends_its_threads_and_exit_functions_and_one_that_f
     assert exits == ["threads", "atexit", ("exit", 0)]
     assert (tmp_path / "out").read_text() == "x"
     file.close()
+    del dead_proxy
 
 
 def test_where_a_gpu_was_used_the_c_library_ends_the_process(monkeypatch):

@@ -122,7 +122,8 @@ def finish(code: int) -> NoReturn:
     atexit._run_exitfuncs()
     gc.collect()  # destructors of cycles run now; what was imported before the fork is not walked
     for value in gc.get_objects():
-        if isinstance(value, io.IOBase) and not value.closed:
+        # By its type: `isinstance` asks the object, and a dead weak proxy answers with an error.
+        if issubclass(type(value), io.IOBase) and not value.closed:
             with contextlib.suppress(OSError, ValueError):
                 value.flush()
     os._exit(0)
