@@ -181,6 +181,6 @@ def _check_supported(setting: RunConfig, options: TrainingOptions) -> None:
     if words:
         raise SettingError(
             f"parallelize= is not possible with {' and '.join(words)}: leave it out, or use "
-            "schedule='1f1b', 'gpipe' or 'interleaved-1f1b', recompute='always', and mesh= "
+            "schedule='1f1b', 'gpipe' or 'interleaved', recompute='always', and mesh= "
             "without parallelize="
         )
