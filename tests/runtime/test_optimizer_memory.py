@@ -17,7 +17,7 @@ from penstock.runtime.optimizer_memory import check_optimizer_memory
 STATES = [
     (lambda parameters: torch.optim.SGD(parameters, lr=0.1), 0, "SGD", "sgd"),
     (lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9), 1, "SGD", "sgd"),
-    (lambda parameters: torch.optim.AdamW(parameters), 2, "AdamW", "adamw"),
+    (torch.optim.AdamW, 2, "AdamW", "adamw"),
     (lambda parameters: torch.optim.Adam(parameters, amsgrad=True), 3, "Adam", "adam"),
 ]
 
