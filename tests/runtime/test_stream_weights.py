@@ -18,17 +18,13 @@ class Rule:
     """A weight rule that records."""
 
     def __init__(self, site):
-        self.site, self.drained, self.more = site, 0, []
+        self.site, self.drained = site, 0
         # Ranks and stages differ.
         self.peak_versions = 10 * site.stage + 1
 
     def drain(self):
         """Count."""
         self.drained += 1
-
-    def more_optimizers(self):
-        """Return what the test sets."""
-        return self.more
 
 
 @pytest.fixture
@@ -112,8 +108,13 @@ def scripted(by_rank, holders, wave_stages=()):
     gathers = []
 
     def gather(rows, forms):
-        gathers.append((rows, forms))
+        gathers.append(forms)
         return rows
+
+    def broadcast(value, source, form):
+        assert gathers == [{rank: [form] for rank in range(len(by_rank))}]
+        assert (form.shape, form.dtype, source) == ((len(holders),), "int64", 0)
+        return value
 
     weights.by_rank = {
         rank: {index: SimpleNamespace(peak_versions=peak) for index, peak in rules.items()}
@@ -123,9 +124,7 @@ def scripted(by_rank, holders, wave_stages=()):
         setting=SimpleNamespace(
             lengths=(1,) * len(holders), schedule=SimpleNamespace(ranks_of_stage=holders)
         ),
-        world=SimpleNamespace(
-            size=len(by_rank), gather=gather, broadcast=lambda value, source, form: value
-        ),
+        world=SimpleNamespace(size=len(by_rank), gather=gather, broadcast=broadcast),
         interpreters={
             rank: SimpleNamespace(stages={index: (rank, index) for index in rules})
             for rank, rules in by_rank.items()
@@ -140,6 +139,21 @@ def test_the_peak_number_of_versions_of_a_stage_is_that_of_its_worst_rank():
     by_rank = {0: {0: 4, 2: 1}, 1: {0: 2, 1: 3}, 2: {1: 5}}
     weights = scripted(by_rank, [[0, 1], [1, 2], [0]])
     assert weights.peak_versions() == (4, 5, 1)
+
+
+def test_a_process_without_rank_0_gets_the_peak_numbers_from_it():
+    """It gathers nothing."""
+    weights = scripted({0: {0: 4}, 1: {1: 2}}, [[0], [1]])
+    weights._assembly.world.gather = lambda rows, forms: {}
+    received = []
+
+    def broadcast(value, source, form):
+        received.append(value)
+        return torch.tensor([7, 8])
+
+    weights._assembly.world.broadcast = broadcast
+    assert weights.peak_versions() == (7, 8)
+    assert received == [None]
 
 
 def test_copies_that_average_after_waves_are_saved_each():
@@ -157,11 +171,11 @@ def test_copies_that_average_after_waves_are_saved_each():
         assert tuple(version.copy for version in versions) == copies
 
 
-def test_any_rule_may_have_more_optimizers(rules):
+def test_any_rule_may_have_more_optimizers():
     """Of any stage of any rank."""
-    weights = StreamWeights(assembly_of(ps.schedule("pipedream", stages=2), (1, 1)))
-    assert not weights.has_more_optimizers()
-    for rank in range(2):
-        weights.by_rank[rank][rank].more = [object()]
-        assert weights.has_more_optimizers()
-        weights.by_rank[rank][rank].more = []
+    weights = scripted({0: {0: 1, 2: 1}, 1: {1: 1}}, [[0], [1], [0]])
+    rules = [rule for by_stage in weights.by_rank.values() for rule in by_stage.values()]
+    for chosen in (None, *rules):
+        for rule in rules:
+            rule.more_optimizers = lambda has=rule is chosen: [object()] * has
+        assert weights.has_more_optimizers() == (chosen is not None)
