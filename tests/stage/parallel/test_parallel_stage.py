@@ -128,7 +128,7 @@ def test_gathered_bytes_are_those_of_the_parameters_that_fsdp_gathers():
     assert stage.gathered_bytes == 2 * 3 * 5 * 4
 
 
-@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize("width", [1, 2, 3])
 def test_processes_that_share_layers_agree_on_numbers(width):
     """Sums count every part, and what is shared is that of the first; one alone asks nobody."""
     meeting = Meeting(width)
@@ -141,8 +141,7 @@ def test_processes_that_share_layers_agree_on_numbers(width):
         first = stage.share_over_tensor_ranks(torch.tensor(5.0 + place))
         return total.tolist(), first.item(), len(group.log)
 
-    expected = ([1.0], [0.0]) if width == 1 else ([6.0], [30.0])
-    totals = [*expected[0], *expected[1]]
+    totals = [sum(1.0 + place for place in range(width)), sum(10.0 * p for p in range(width))]
     assert in_threads(width, run) == [(totals, 5.0, 0 if width == 1 else 2)] * width
 
 
@@ -208,8 +207,10 @@ def test_the_steps_of_fsdp_have_the_order_of_a_last_backward(monkeypatch):
         "b": [FsdpGroup("b1", None), FsdpGroup("b2", None)],
     }
     stage, log = fsdp_stage(monkeypatch, groups, roots=("a", "b"))
+    monkeypatch.setattr(stage, "_complete_gradients", lambda: log.append("complete"))
     stage.reduce()
     assert log == [
+        "complete",
         *((name, *call) for name in groups for call in LAST),
         "sum b1",
         "sum b2",
@@ -222,6 +223,35 @@ def test_the_steps_of_fsdp_have_the_order_of_a_last_backward(monkeypatch):
         log.clear()
         call()
         assert log == [(name, method, {}) for name in groups]
+
+
+def test_fsdp_sums_whole_gradients_only_when_it_is_told(monkeypatch):
+    """Sums, not means, by the operation that gloo has; weights stay whole until the batch ends."""
+    log = []
+
+    class Wrapped(nn.Module):
+        """A module of FSDP that records."""
+
+        def __getattr__(self, method):
+            """Record a call of FSDP."""
+            if method == "modules" or not method.startswith("set_"):
+                return super().__getattr__(method)
+            return lambda *args, **options: log.append((method, *args, options))
+
+    monkeypatch.setattr(parallel_stage, "FSDPModule", Wrapped)
+    groups = [SimpleNamespace(fsdp_params=[SimpleNamespace(sharded_param=shared(1))])]
+    state = SimpleNamespace(_fsdp_param_group=groups[0])
+    monkeypatch.setattr(parallel_stage, "_state_of", lambda module: state)
+    inner = nn.Sequential(Wrapped(), nn.Tanh())
+    stage = ParallelStage(0, [nn.Tanh(), inner], ScriptedMesh({}))
+    assert stage._wrapped == [inner[0]]
+    assert stage._fsdp_parameters == {id(groups[0].fsdp_params[0].sharded_param)}
+    assert log == [
+        ("set_gradient_divide_factor", 1.0, {}),
+        ("set_force_sum_reduction_for_comms", True, {}),
+        ("set_reshard_after_forward", False, {"recurse": False}),
+        *NOT_LAST,
+    ]
 
 
 def entry(*, accumulated=None, grad=None, gathered=True):

@@ -1,0 +1,404 @@
+"""The state of all stages' optimizers as that of one plain optimizer, over random models, cuts,
+groups and processes, which are threads here.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from penstock.errors import SettingError
+from penstock.runtime.state import torch_optimizer_state as plain_state
+
+
+class Processes:
+    """What the threads exchange."""
+
+    def __init__(self, count):
+        self.barrier = threading.Barrier(count, timeout=30)
+        self.values = {}
+
+
+class ScriptedWorld:
+    """The end of one process, with some of the ranks."""
+
+    def __init__(self, processes, ranks, size):
+        self._processes, self.local_ranks, self.size = processes, ranks, size
+
+    def _all(self, values):
+        """Return the values of all ranks."""
+        self._processes.values.update(values)
+        self._processes.barrier.wait()
+        result = dict(self._processes.values)
+        self._processes.barrier.wait()
+        if 0 in self.local_ranks:
+            self._processes.values.clear()
+        self._processes.barrier.wait()
+        return result
+
+    def broadcast(self, value, source):
+        """Return the value of one rank."""
+        return self._all({source: value} if source in self.local_ranks else {})[source]
+
+    def gather(self, rows, forms):
+        """Return all tensors on the process of rank 0; check the forms of others."""
+        gathered = self._all(rows)
+        for rank, row in gathered.items():
+            shapes = [(tuple(t.shape), str(t.dtype).removeprefix("torch.")) for t in row]
+            assert shapes == [(form.shape, form.dtype) for form in forms[rank]]
+        return gathered if 0 in self.local_ranks else {}
+
+
+class Model:
+    """A model in layers, and the order in which it registers its parameters.
+
+    Attributes:
+        layers: by name.
+        order: names of the parameters.
+    """
+
+    def __init__(self, rng):
+        torch.manual_seed(rng.randint(0, 999))
+        count = rng.randint(2, 5)
+        self.layers = {f"layer{n}": nn.Linear(rng.randint(1, 3), 2) for n in range(count)}
+        for layer in self.layers.values():
+            if rng.random() < 0.2:
+                layer.bias.requires_grad_(False)
+        self.order = [
+            f"{name}.{part}"
+            for name in self.layers
+            for part, _ in nn.Linear(1, 1).named_parameters()
+        ]
+        rng.shuffle(self.order)
+
+    def parameter(self, name):
+        """Return a parameter by its name."""
+        layer, _, part = name.partition(".")
+        return getattr(self.layers[layer], part)
+
+    def trained(self):
+        """Return the names of the parameters that are trained."""
+        return [name for name in self.order if self.parameter(name).requires_grad]
+
+
+def optimizer_of(named, group_of, kind):
+    """Return an optimizer with two groups, of which one may be empty."""
+    groups = [
+        {"params": [p for name, p in named if group_of[name] == number], "lr": 0.5 + number}
+        for number in range(2)
+    ]
+    return kind(groups)
+
+
+def adam(groups):
+    """Return an optimizer with tensors of two sorts."""
+    return torch.optim.Adam(groups, betas=(0.8, 0.9))
+
+
+class Counting(torch.optim.Optimizer):
+    """An optimizer with plain values beside tensors; parameters may have only these."""
+
+    def __init__(self, groups):
+        super().__init__(groups, {"lr": 0.1, "note": "x"})
+
+    def step(self):
+        """Count."""
+        for group in self.param_groups:
+            for number, parameter in enumerate(group["params"]):
+                if parameter.grad is not None:
+                    state = self.state[parameter]
+                    state["count"] = state.get("count", 0) + 1
+                    if number % 2:
+                        state["sum"] = state.get("sum", 0) + parameter.grad
+
+
+def step(rng, parameters, *optimizers):
+    """Give some parameters of several optimizers random gradients, and step."""
+    for row in parameters:
+        shape, has_grad = row[0].shape, rng.random() < 0.8
+        grad = torch.tensor([rng.random() for _ in range(shape.numel())]).reshape(shape)
+        for parameter in row:
+            parameter.grad = grad.clone() if has_grad else None
+    for optimizer in optimizers:
+        optimizer.step()
+
+
+def assemblies(rng, model, group_of, kind):
+    """Cut a model into stages with optimizers on ranks of processes; return the assemblies.
+
+    A stage may have a second holder, whose state is another and must not count.
+    """
+    names = list(model.layers)
+    size = rng.randint(1, 4)
+    cuts = sorted(rng.sample(range(1, len(names)), rng.randint(0, len(names) - 1)))
+    bounds = list(zip([0, *cuts], [*cuts, len(names)], strict=True))
+    home = [rng.randrange(size) for _ in bounds]
+    owners = sorted(range(size), key=lambda rank: rng.random())
+    groups = [owners[:1], owners[1:]] if size > 1 else [owners]
+    processes = Processes(len(groups))
+    traced = SimpleNamespace(
+        parameter_names=lambda: list(model.order),
+        first_name=lambda name: name,
+        description=SimpleNamespace(
+            tensors=[
+                SimpleNamespace(name=name, shape=tuple(model.parameter(name).shape))
+                for name in sorted(model.order)
+            ]
+        ),
+    )
+    result = []
+    for ranks in groups:
+        stages, at_home = [], []
+        for index, (first, end) in enumerate(bounds):
+            holders = {home[index], *([rng.choice(ranks)] if rng.random() < 0.3 else [])}
+            for rank in holders & set(ranks):
+                layers = [SimpleNamespace(name=n, module=model.layers[n]) for n in names[first:end]]
+                if rank != home[index]:
+                    layers = copy.deepcopy(layers)
+                named = [
+                    (f"{layer.name}.{part}", parameter)
+                    for layer in layers
+                    for part, parameter in layer.module.named_parameters()
+                    if parameter.requires_grad
+                ]
+                # As a stage without parameters.
+                optimizer = optimizer_of(named, group_of, kind) if named else None
+                update = SimpleNamespace(optimizer=optimizer, candidates=[p for _, p in named])
+                stage = SimpleNamespace(index=index, layers=layers, update=update, named=named)
+                stages.append(stage)
+                if rank == home[index]:
+                    at_home.append(stage)
+        optimizers = [s.update.optimizer for s in stages if s.update.optimizer is not None]
+        if not optimizers:
+            optimizers = [optimizer_of([], group_of, kind)]
+        result.append(
+            SimpleNamespace(
+                world=ScriptedWorld(processes, tuple(sorted(ranks)), size),
+                stages=stages,
+                placed=SimpleNamespace(at_home=at_home, home=tuple(home)),
+                traced=traced,
+                names=lambda stage: {parameter: name for name, parameter in stage.named},
+                optimizers=lambda optimizers=optimizers: optimizers,
+            )
+        )
+    return result
+
+
+def on_all(function, assemblies, *args):
+    """Call a function on all processes; return the results."""
+    with ThreadPoolExecutor(len(assemblies)) as pool:
+        futures = [pool.submit(function, assembly, *args) for assembly in assemblies]
+        return [future.result() for future in futures]
+
+
+def same(first, second):
+    """Check that two values are equal, with their types of containers."""
+    if isinstance(first, torch.Tensor):
+        assert torch.equal(first, second)
+        assert first.dtype == second.dtype
+    elif isinstance(first, dict):
+        assert first.keys() == second.keys()
+        for key, value in first.items():
+            same(value, second[key])
+    elif isinstance(first, (list, tuple)):
+        assert len(first) == len(second)
+        for one, other in zip(first, second, strict=True):
+            same(one, other)
+    else:
+        assert first == second
+
+
+@pytest.mark.parametrize("kind", [adam, Counting])
+@pytest.mark.parametrize("seed", range(25))
+def test_the_state_is_that_of_one_optimizer_and_comes_back_under_any_cut(seed, kind):
+    """In order of registration within each group; only on rank 0; without shared memory."""
+    rng = random.Random(seed)
+    model = Model(rng)
+    trained = model.trained()
+    group_of = {name: rng.randrange(2) for name in model.order}
+    plain = {name: copy.deepcopy(model.parameter(name)) for name in trained}
+    reference = optimizer_of(list(plain.items()), group_of, kind)
+    processes = assemblies(rng, model, group_of, kind)
+    for _ in range(2):
+        rows = [(plain[name], model.parameter(name)) for name in trained]
+        homes = [s.update.optimizer for a in processes for s in a.placed.at_home]
+        step(rng, rows, reference, *(optimizer for optimizer in homes if optimizer))
+    if kind is Counting:
+        # Its tensors depend on the place in the group, which a cut changes: take the pipeline's.
+        for name in trained:
+            reference.state.pop(plain[name], None)
+        for stage in (stage for assembly in processes for stage in assembly.placed.at_home):
+            for name, parameter in stage.named:
+                if parameter in stage.update.optimizer.state:
+                    state = copy.deepcopy(dict(stage.update.optimizer.state[parameter]))
+                    reference.state[plain[name]] = state
+    expected = reference.state_dict()
+    for assembly, state in zip(processes, on_all(plain_state.collect, processes), strict=True):
+        if 0 not in assembly.world.local_ranks:
+            assert state == {}
+            continue
+        same(state["state"], dict(sorted(expected["state"].items())))
+        assert list(state["state"]) == sorted(state["state"])
+        same(state["param_groups"], expected["param_groups"])
+        # The options are copies, as the tensors are.
+        state["param_groups"][0]["lr"] = -1
+        assert assembly.optimizers()[0].param_groups[0]["lr"] == 0.5
+
+    for group in reference.param_groups:
+        group["lr"] *= 4
+    saved = copy.deepcopy(reference.state_dict())
+    others = assemblies(rng, model, group_of, kind)
+    for stage in (stage for assembly in others for stage in assembly.stages if stage.named):
+        # What is there already goes away.
+        stage.update.optimizer.state[stage.named[0][1]] = {"old": 1}
+    on_all(plain_state.restore, others, reference.state_dict())
+    pointers = []
+    for assembly in others:
+        for optimizer in assembly.optimizers():
+            assert [group["lr"] for group in optimizer.param_groups] == [2.0, 6.0]
+        for stage in assembly.stages:
+            for name, parameter in stage.named:
+                state = stage.update.optimizer.state
+                assert (parameter in state) == (plain[name] in reference.state)
+                if parameter in state:
+                    same(dict(state[parameter]), dict(reference.state[plain[name]]))
+                    tensors = [t for t in state[parameter].values() if isinstance(t, torch.Tensor)]
+                    pointers += [tensor.data_ptr() for tensor in tensors]
+    pointers += [
+        tensor.data_ptr()
+        for state in reference.state.values()
+        for tensor in state.values()
+        if isinstance(tensor, torch.Tensor)
+    ]
+    assert len(set(pointers)) == len(pointers)
+    same(saved, reference.state_dict())
+
+
+def single(groups, *, shapes=((2,), (3,))):
+    """Return the assembly of one rank with a stage, whose optimizer has these groups of names."""
+    parameters = {f"w{n}": nn.Parameter(torch.ones(shape)) for n, shape in enumerate(shapes)}
+    optimizer = adam([{"params": [parameters[name] for name in row]} for row in groups])
+    stage = SimpleNamespace(index=0, update=SimpleNamespace(optimizer=optimizer))
+    tensors = [SimpleNamespace(name=n, shape=tuple(p.shape)) for n, p in parameters.items()]
+    return SimpleNamespace(
+        world=ScriptedWorld(Processes(1), (0,), 1),
+        stages=[stage],
+        placed=SimpleNamespace(at_home=[stage], home=(0,)),
+        traced=SimpleNamespace(
+            parameter_names=lambda: list(parameters),
+            description=SimpleNamespace(tensors=tensors),
+        ),
+        names=lambda stage: {parameter: name for name, parameter in parameters.items()},
+        optimizers=lambda: [optimizer],
+    )
+
+
+def state_for(groups, state):
+    """Return a state of a plain optimizer with groups of these numbers."""
+    options = dict(adam([nn.Parameter(torch.ones(1))]).defaults)
+    return {"state": state, "param_groups": [{**options, "params": row} for row in groups]}
+
+
+@pytest.mark.parametrize(
+    ("groups", "state", "message"),
+    [
+        (
+            [["w0", "w1"]],
+            state_for([[0], [1]], {}),
+            "have 1 and 1 parameters; this pipeline's have 2",
+        ),
+        ([["w0", "w1"]], state_for([], {}), "have no parameters; this pipeline's have 2"),
+        (
+            [["w0"], ["w1"]],
+            state_for([[0, 1]], {}),
+            "have 2 parameters; this pipeline's have 1 and 1",
+        ),
+        ([["w0", "w1"]], [1], "with 'state' and 'param_groups', not list$"),
+        ([["w0", "w1"]], {"state": {}, "b": 1}, r"and 'param_groups', not \['b', 'state'\]$"),
+        (
+            [["w0", "w1"]],
+            state_for([[5, 8]], {8: {"exp_avg": torch.ones(2)}}),
+            r"^exp_avg of parameter 8 has shape \(2,\) in the state; w1, .* has \(3,\): the state is",
+        ),
+        (
+            [["w1"], ["w0"]],
+            state_for([[0], [1]], {0: {"exp_avg": torch.ones(3)}, 1: {"exp_avg": torch.ones(3)}}),
+            r"^exp_avg of parameter 1 has shape \(3,\) in the state; w0, .* has \(2,\)",
+        ),
+    ],
+)
+def test_a_state_of_another_optimizer_is_refused_before_anything_changes(groups, state, message):
+    """With the figures of both."""
+    assembly = single(groups)
+    (optimizer,) = assembly.optimizers()
+    with pytest.raises(SettingError, match=message):
+        plain_state.restore(assembly, state)
+    assert not optimizer.state
+
+
+def test_numbers_of_a_saved_state_need_not_begin_at_0_or_ascend():
+    """They are keys; state of numbers that no group has is left out."""
+    assembly = single([["w0", "w1"]])
+    (optimizer,) = assembly.optimizers()
+    saved = {
+        number: {"step": torch.tensor(1.0), "exp_avg": torch.full((size,), 4.0 + size)}
+        for number, size in ((7, 2), (3, 3), (99, 1))
+    }
+    state = state_for([[7, 3]], saved)
+    state["param_groups"][0]["param_names"] = ["a", "b"]
+    plain_state.restore(assembly, state)
+    parameters = optimizer.param_groups[0]["params"]
+    assert [optimizer.state[p]["exp_avg"].tolist() for p in parameters] == [[6, 6], [7, 7, 7]]
+    assert len(optimizer.state) == 2
+    assert "param_names" not in optimizer.param_groups[0]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_unlike_groups_of_stages_have_no_common_optimizer(ranks):
+    """On one rank or on two; the message has the options of both."""
+    stages = []
+    parameters = [nn.Parameter(torch.ones(1)) for _ in range(2)]
+    for index, parameter in enumerate(parameters):
+        optimizer = torch.optim.SGD([parameter], lr=1.0 + index)
+        stages.append(SimpleNamespace(index=index, update=SimpleNamespace(optimizer=optimizer)))
+    assembly = SimpleNamespace(
+        world=ScriptedWorld(Processes(1), tuple(range(ranks)), ranks),
+        stages=stages,
+        placed=SimpleNamespace(at_home=stages, home=(0, ranks - 1)),
+        traced=SimpleNamespace(
+            parameter_names=lambda: ["w0", "w1"],
+            description=SimpleNamespace(
+                tensors=[SimpleNamespace(name=f"w{n}", shape=(1,)) for n in range(2)]
+            ),
+        ),
+        names=lambda stage: {parameter: f"w{n}" for n, parameter in enumerate(parameters)},
+        optimizers=lambda: [stage.update.optimizer for stage in stages],
+    )
+    with pytest.raises(SettingError, match=r'groups, \{.*"lr": 1\.0.*\} and \{.*"lr": 2\.0'):
+        plain_state.restore(assembly, state_for([[0, 1]], {}))
+    # A learning rate that is a tensor is one of its number.
+    stages[1].update.optimizer.param_groups[0]["lr"] = torch.tensor(1.0)
+    state = torch.optim.SGD(parameters, lr=3.0).state_dict()
+    plain_state.restore(assembly, state)
+    assert [stage.update.optimizer.param_groups[0]["lr"] for stage in stages] == [3.0, 3.0]
+
+
+def test_without_any_trained_parameter_the_state_is_empty():
+    """Ranks have an optimizer for the learning rate alone."""
+    stand_in = adam([{"params": [nn.Parameter(torch.ones(1))]}])
+    stand_in.param_groups.clear()
+    assembly = SimpleNamespace(
+        world=ScriptedWorld(Processes(1), (0,), 1),
+        stages=[],
+        placed=SimpleNamespace(at_home=[], home=(0,)),
+        traced=SimpleNamespace(parameter_names=list),
+        optimizers=lambda: [stand_in],
+    )
+    assert plain_state.collect(assembly) == {"state": {}, "param_groups": []}
