@@ -31,6 +31,7 @@ def guarded(*, copies=False, stale=True, names=("a", "b")):
     ],
 )
 def test_the_message_names_call_rank_and_up_to_three_layers_once(names, figures):
+    """A name that several tensors have counts once."""
     guard = Guard(1, 7, dict(enumerate(names)), stale=True)
     with pytest.raises(RunError) as caught:
         guard.check("reading")
@@ -39,6 +40,7 @@ def test_the_message_names_call_rank_and_up_to_three_layers_once(names, figures)
 
 
 def test_a_stale_model_refuses_every_way_of_reading_it():
+    """Its values are those from before the training."""
     model, _ = guarded()
     x = torch.ones(1, 2)
     for call, read in {
@@ -56,6 +58,7 @@ def test_a_stale_model_refuses_every_way_of_reading_it():
 
 
 def test_a_model_that_is_not_stale_is_read_as_without_a_guard():
+    """Its copies do not become stale with it."""
     model, guard = guarded(stale=False)
     x = torch.ones(1, 2)
     output, copied = model(x), copy.deepcopy(model)
@@ -68,6 +71,7 @@ def test_a_model_that_is_not_stale_is_read_as_without_a_guard():
 
 
 def test_a_copy_of_a_stale_traced_model_is_stale_too():
+    """Until the guard is released, for the copy as well."""
     model, guard = guarded(copies=True)
     copied = copy.deepcopy(model)
     assert guards_of([copied]) == [guard]
@@ -78,6 +82,7 @@ def test_a_copy_of_a_stale_traced_model_is_stale_too():
 
 
 def test_marking_reaches_all_later_guards_and_no_earlier_one():
+    """Later pipelines train the model that the earlier one has left."""
     guards = [Guard(0, 1, {}) for _ in range(3)]
     guards[0].successor, guards[1].successor = guards[1:]
     guards[1].mark()
@@ -85,6 +90,7 @@ def test_marking_reaches_all_later_guards_and_no_earlier_one():
 
 
 def test_release_restores_the_call_that_the_module_had():
+    """Also one that was replaced before, such as by a compiler."""
     model, guard = guarded()
     other = Guard(0, 2, {0: "x"})
     before = dict(vars(model[0]))
@@ -101,6 +107,7 @@ def test_release_restores_the_call_that_the_module_had():
 
 
 def test_release_leaves_the_call_of_a_later_guard():
+    """The model of a later pipeline may still be stale."""
     model, guard = guarded(stale=False)
     later = Guard(0, 2, {0: "x"}, stale=True)
     later.watch([], [model[1]], copies=False)
@@ -110,6 +117,7 @@ def test_release_leaves_the_call_of_a_later_guard():
 
 
 def test_guards_of_submodules_are_listed_once():
+    """By the order of the modules."""
     model, guard = guarded()
     guard.watch([model[0], model[1]], [], copies=False)
     assert guards_of([nn.ModuleList([model]), model]) == [guard]
