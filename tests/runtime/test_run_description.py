@@ -271,7 +271,6 @@ def test_the_facts_of_a_run_name_what_ranks_must_share():
     assert (facts["optimizer"], facts["loss"]) == ("there is one", describe(nn.functional.mse_loss))
     assert facts["torch"] == ".".join(torch.__version__.split(".")[:2])
     assert "planned_busy_s" not in facts
-    assert facts["schedule: micro_batches"] == "3"
     assert (facts["accumulate"], facts["zero"]) == ("1", describe(training.options.zero))
     assert described.homes == [0, 1, 1]
     assert [row[0] for row in described.lists["program of rank"]] == ["0", "1"]
