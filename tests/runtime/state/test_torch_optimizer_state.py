@@ -68,9 +68,9 @@ class Model:
         torch.manual_seed(rng.randint(0, 999))
         count = rng.randint(2, 5)
         self.layers = {f"layer{n}": nn.Linear(rng.randint(1, 3), 2) for n in range(count)}
-        for layer in self.layers.values():
-            if rng.random() < 0.2:
-                layer.bias.requires_grad_(False)
+        for layer in list(self.layers.values())[1:]:
+            layer.weight.requires_grad_(rng.random() < 0.6)
+            layer.bias.requires_grad_(rng.random() < 0.6)
         self.order = [
             f"{name}.{part}"
             for name in self.layers
