@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -185,3 +186,39 @@ def test_a_parameter_that_occurs_twice_has_its_first_name_and_is_grouped_once():
     ]
     assembly_of(layers, [3], "gpipe", micro_batches=2, parameter_groups=groups)
     assert sorted(asked) == ["0.bias", "0.weight", "1.bias", "2.bias"]
+
+
+def test_a_stage_is_told_the_micro_batches_that_are_evicted_from_it_alone():
+    """Not those of another stage of its rank, nor those that its rank keeps for another one."""
+    rows = (
+        "0F0 0F1 1F0 1F1 0E1 0L1 1B0 1B1 0B0 0B1 1U1 0U1",
+        "0E1 0L1 2F0 2F1 2B0 2B1 2U1",
+    )
+    layers = [nn.Linear(3, 3) for _ in range(3)]
+    assembly = assembly_of(layers, [1, 1, 1], ps.Schedule.parse("\n".join(rows)))
+    evicted = {stage.index: set(stage.evicted) for stage in assembly.stages}
+    assert evicted == {0: {1}, 1: set(), 2: set()}
+
+
+@pytest.mark.parametrize("layout", [None, torch.channels_last])
+def test_weights_have_the_requested_memory_format(layout):
+    """On every rank, in the user's modules and in copies."""
+    layers = [nn.Conv2d(2, 3, 2)]
+    assembly = assembly_of(layers, [1], replicated([[0], [1]], 1), memory_format=layout)
+    for rank in range(2):
+        weight = modules_of(assembly, rank, 0)[0].weight
+        assert weight.is_contiguous(memory_format=torch.channels_last) == (layout is not None)
+
+
+def test_stages_begin_and_end_as_the_cut_of_a_traced_model_demands():
+    """Between stages they pass on what later ones need; the first begins with the model's input,
+    and the last ends with its output.
+    """
+    chain = ps.chain(nn.Sequential(*(nn.Linear(3, 3) for _ in range(5))))
+    entries = {layer: nn.Identity() for layer in range(5)}
+    exits = {layer: nn.Identity() for layer in range(5)}
+    chain = replace(chain, entries=entries, exits=exits)
+    assembly = assembly_of(chain, [1, 3, 1], "gpipe", micro_batches=2)
+    runners = {stage.index: stage.runner for stage in assembly.stages}
+    assert [runners[index].entry for index in range(3)] == [None, entries[1], entries[4]]
+    assert [runners[index].exit for index in range(3)] == [exits[0], exits[3], None]
