@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 import pickle
+import random
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 from penstock.errors import RunError
-from penstock.runtime.stale_guard import Guard, guards_of
+from penstock.runtime.stale_guard import Guard, guard_model, guards_of, stale_layers
 
 
 def guarded(*, copies=False, stale=True, names=("a", "b")):
@@ -124,3 +126,114 @@ def test_guards_of_submodules_are_listed_once():
     assert guards_of([nn.ModuleList([model])]) == [guard]
     other, second = guarded()
     assert guards_of([model, other]) == [guard, second]
+
+
+class Chain:
+    """The layers of a model, as a traced chain has them."""
+
+    def __init__(self, modules, roots):
+        self.modules, self.roots = modules, roots
+        self.layers = [SimpleNamespace(name=f"layer{index}") for index in range(len(modules))]
+
+    def __len__(self):
+        """Return the number of layers."""
+        return len(self.modules)
+
+
+def refuses(call):
+    """Whether a call is refused because of stale layers."""
+    try:
+        call()
+    except RunError:
+        return True
+    return False
+
+
+def frozen(module):
+    """Freeze the parameters of a module."""
+    return module.requires_grad_(requires_grad=False)
+
+
+#: Layers, and whether training on another rank changes them.
+LAYERS = [
+    (lambda: nn.Linear(2, 2), True),
+    (nn.Tanh, False),
+    (lambda: frozen(nn.Linear(2, 2)), False),
+    (lambda: frozen(nn.BatchNorm1d(2)).eval(), True),
+]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_what_other_ranks_train_is_guarded_and_what_is_held_is_not(seed):
+    """Layers, and the modules of the user that contain some; a layer that is also held may run."""
+    rng = random.Random(seed)
+    kinds = [rng.choice(LAYERS) for _ in range(rng.randint(1, 5))]
+    modules = [make() for make, _ in kinds]
+    if rng.random() < 0.5:
+        # One module in two places.
+        modules.append(modules[0])
+        kinds.append(kinds[0])
+    held = {index for index in range(len(modules)) if rng.random() < 0.5}
+    foreign = {i for i, (_, changes) in enumerate(kinds) if changes and i not in held}
+    cut = rng.randint(0, len(modules))
+    roots = [nn.ModuleList(modules[:cut]), nn.ModuleList(modules[cut:])]
+    chain = Chain(modules, roots)
+    guard = guard_model(chain, held, 3)
+    if not foreign:
+        assert guard is None
+        assert not guards_of(roots)
+        return
+    assert (guard.rank, guard.layers, guard.stale) == (3, len(modules), False)
+    assert guard.remote_layers == {index: f"layer{index}" for index in foreign}
+    assert not stale_layers(chain)
+    x = torch.ones(3, 2)
+    for module in modules:
+        module(x)
+    guard.mark()
+    assert stale_layers(chain) == foreign
+    run_here = {id(modules[index]) for index in held}
+    for index, module in enumerate(modules):
+        is_foreign = any(module is modules[other] for other in foreign)
+        expected = is_foreign and id(module) not in run_here
+        assert refuses(lambda module=module: module(x)) == expected, index
+    for root, part in ((roots[0], range(cut)), (roots[1], range(cut, len(modules)))):
+        ids = {id(modules[index]) for index in foreign}
+        expected = any(id(modules[index]) in ids for index in part)
+        assert refuses(root.state_dict) == expected
+
+
+@pytest.mark.parametrize("stale", [[], [0], [1], [0, 1]])
+def test_a_later_pipeline_takes_the_place_of_earlier_ones(stale):
+    """Their guards are removed; what they know stays: a model is stale until weights are loaded."""
+    modules = [nn.Linear(2, 2) for _ in range(3)]
+    roots = [nn.ModuleList(modules[:1]), nn.ModuleList(modules[1:])]
+    earlier = [Guard(0, 3, {index: f"layer{index}"}, index in stale) for index in range(2)]
+    for guard, root in zip(earlier, roots, strict=True):
+        guard.watch([root], [], copies=False)
+    chain = Chain(modules, roots)
+    assert stale_layers(chain) == set(stale)
+    guard = guard_model(chain, {0}, 1)
+    assert guard.stale == bool(stale)
+    assert guards_of(roots) == [guard]
+    for other in earlier:
+        assert other.successor is guard
+        assert not other.stale
+    earlier[0].mark()
+    assert guard.stale
+    assert guard_model(chain, {0, 1, 2}, 1) is None
+    assert not guards_of(roots)
+    assert not guard.stale
+
+
+@pytest.mark.parametrize("whole", [0, 1])
+def test_a_traced_model_is_guarded_as_a_whole(whole):
+    """Its layers are cut out of it; copies of the stale model are stale, too."""
+    modules = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    modules[whole].whole_names = True
+    root = nn.ModuleList([nn.Linear(2, 2)])
+    guard = guard_model(Chain(modules, [root]), {0}, 1)
+    guard.mark()
+    assert refuses(root.state_dict)
+    copied = copy.deepcopy(root)
+    assert refuses(copied.state_dict)
+    assert not refuses(lambda: modules[1](torch.ones(1, 2)))
