@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,7 @@ from penstock.batches.batch import make_batch
 from penstock.optim.update import Update
 from penstock.schedule.recompute import Recompute
 from penstock.stage.activation_meter import ActivationMeter
+from penstock.stage.saved_forward import FastForward
 from penstock.stage.stage import Stage
 from penstock.stage.stage_layers import StageLayer, StageLayers
 from penstock.transport.payload import Payload
@@ -356,3 +358,41 @@ def test_an_arrived_tensor_becomes_a_leaf_and_stays_as_it_was():
         assert stages[0].layers[0].module.weight.grad is None
         assert sent.tensors[0].grad_fn is not None
         stages[0].forget()
+
+
+def test_every_backward_runs_with_the_random_numbers_of_its_micro_batch():
+    """A W says that it is the second part: code of the layers runs again in it. On the fast path
+    layers that draw nothing enter no context.
+    """
+    stages, _ = make_stages([nn.Linear(4, 4), nn.Tanh()], recompute=Recompute.NEVER)
+    first, x = stages[0], torch.randn(8, 4)
+    batch = make_batch(x, x, 4, step=3, training=True)
+    grads = Payload.flat([torch.ones(2, 4)])
+    for step in range(3):
+        train(stages, make_batch(x, x, 4, step=step, training=True), split=False, evicts=False)
+    calls, active, gradients_inside = [], [], []
+
+    @contextmanager
+    def context(batch, micro_batch, *, weights_only=False):
+        calls.append((batch.step, micro_batch, weights_only))
+        active.append(1)
+        yield
+        active.pop()
+
+    first._builder.backward_context = context
+    first.layers[0].module.weight.register_hook(lambda grad: gradients_inside.append(len(active)))
+    for m in batch.numbers:
+        first.forward(batch, m, None)
+    assert {type(saved) for saved in first._saved.values()} == {FastForward}
+    first.input_grad(batch, 2, grads)
+    first.weight_grad(batch, 2)
+    first.backward(batch, 1, grads)
+    assert calls == [(3, 2, False), (3, 2, True)]
+    draws, first.runner.draws = first.runner.draws, SimpleNamespace(watches_backward=True)
+    first.backward(batch, 3, grads)
+    first.runner.draws = draws
+    first._fast_path.clear()
+    first.forward(batch, 0, None)
+    first.backward(batch, 0, grads)
+    assert calls[2:] == [(3, 3, False), (3, 0, False)]
+    assert gradients_inside == [1, 0, 1, 1]
