@@ -193,3 +193,23 @@ def test_a_dense_gradient_has_all_rows_of_a_table_and_a_sparse_one_its_own():
     assert rows_of(weight).tolist() == [1, 0, 1, 0]
     weight.grad = weight.grad.to_dense()
     assert rows_of(weight).tolist() == [1, 1, 1, 1]
+
+
+def test_beginning_again_keeps_what_was_set_aside():
+    """A batch without a sum, such as one that failed before its first op, must not lose them."""
+    pipe, _, _, _ = pipeline("gpt", THREE, [5])
+    replicas = pipe._assembly.interpreters[1].replicas[0]
+    parameters = replicas.stage.update.parameters
+    for number, parameter in enumerate(parameters):
+        parameter.grad = torch.full_like(parameter, float(number))
+    replicas.begin()
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)  # of the batch without a sum
+    replicas.begin()
+    assert all(parameter.grad is None for parameter in parameters)
+    replicas._set_grads([0] * len(parameters), [None] * len(parameters), {})
+    assert [float(p.grad.flatten()[0]) for p in parameters] == list(range(len(parameters)))
+    replicas.begin()
+    replicas.forget()
+    replicas._set_grads([0] * len(parameters), [None] * len(parameters), {})
+    assert all(parameter.grad is None for parameter in parameters)
