@@ -363,8 +363,11 @@ def test_sums_of_all_stages_go_on_before_every_op_once_its_input_has_come():
 
 
 def test_the_parts_of_an_update_have_an_order():
-    """Shared layers complete gradients, these are checked, summed over replicas, and applied."""
+    """Shared layers complete gradients, these are checked, summed over replicas, and applied. Their
+    weights are freed when all messages have left.
+    """
     interpreter, program, log = interpreter_of("0F0 0B0 0U1")
+    interpreter.transport.drain = lambda: log.append(("drain",))
     interpreter.parallel = {0: Recorder(log, "parallel", begin=None, reduce=None, end=None)}
     interpreter.replicas = {0: replica_group(log, 0)}
     interpreter.finite = Recorder(
@@ -387,6 +390,7 @@ def test_the_parts_of_an_update_have_an_order():
         "step",
         "replicas 0.send_updates",
         "replicas 0.receive_updates",
+        "drain",
         "parallel.end",
     ]
     log.clear()
