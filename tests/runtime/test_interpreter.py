@@ -367,7 +367,7 @@ def test_the_parts_of_an_update_have_an_order():
     weights are freed when all messages have left.
     """
     interpreter, program, log = interpreter_of("0F0 0B0 0U1")
-    interpreter.transport.drain = lambda: log.append(("drain",))
+    interpreter.transport = SimpleNamespace(drain=lambda: log.append(("drain",)))
     interpreter.parallel = {0: Recorder(log, "parallel", begin=None, reduce=None, end=None)}
     interpreter.replicas = {0: replica_group(log, 0)}
     interpreter.finite = Recorder(

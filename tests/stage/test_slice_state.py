@@ -262,3 +262,17 @@ def test_keys_and_values_are_freed_as_soon_as_their_slices_backward_is_done():
     # F0 F1 F2 B2, F3 B1, F4 B0, F5 B5, B4, B3: what each slice has left is gone once it has been
     # backward itself
     assert alive == [[4, 6], [4, 4], [4, 6], [4, 6], [4], []]
+
+
+def test_states_and_gradients_of_a_failed_batch_are_dropped():
+    """The next one has slices of the same numbers."""
+    states = SliceStates()
+    states.store(1, {0: torch.ones(2)}, [True])
+    states.store_grads(1, [torch.ones(2)])
+    states.clear()
+    assert not states.waiting
+    assert states.pop_grads(1) == []
+    states.store_grads(2, [])
+    states.store_grads(3, [None])
+    assert (states.pop_grads(2), states.pop_grads(3), states.pop_grads(3)) == ([], [None], [])
+    assert states.pop_grads(None) == []
