@@ -359,3 +359,13 @@ def test_the_batches_of_a_warm_up_are_completed_one_by_one(warm_up):
         feed_one(pipe)
         drained.append(pipe._stream._drained)
     assert drained == [step < warm_up for step in range(4)]
+
+
+@pytest.mark.parametrize("balance", [(3, 3), (2, 1, 1, 2)])
+def test_all_times_of_the_window_are_there_after_every_batch(balance):
+    """The last stages are ahead of the first ones with the batches that they have completed."""
+    pipe = pipeline(balance=balance)
+    for _ in pipe.train(batches(24)):
+        for rank, ops in pipe._stream.window().items():
+            marks = pipe._assembly.interpreters[rank].marks
+            assert all(op in marks for _, op in ops), rank
