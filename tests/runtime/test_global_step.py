@@ -10,8 +10,10 @@ import torch
 from tests.runtime.scripted import Recorder, replica_group
 from torch import nn
 
+import penstock as ps
 from penstock.ranks.peer_guard import PeerGuard
 from penstock.ranks.status_board import SharedBoard
+from penstock.runtime import global_step
 from penstock.runtime.global_step import GlobalStep, _without_padding
 from penstock.stage.training_options import TrainingOptions
 from penstock.transport.in_process import Exchange, MemoryTransport
@@ -289,3 +291,29 @@ def test_padding_is_told_from_norms_by_its_sign_and_nan_stays():
     kept = _without_padding(norms, 2.0)
     assert kept[:2].tolist() == [0.0, 2.0]
     assert kept[2:].isnan().tolist() == [True]
+
+
+def test_norms_are_added_in_the_order_of_the_stages_whatever_ranks_have_them(monkeypatch):
+    """Sums round by their order: the norm would depend on the placement."""
+    added = []
+
+    def total_norm(norms, norm_type):
+        added.append([len(row) for row in norms])
+        return torch.cat(list(norms)).norm()
+
+    monkeypatch.setattr(global_step, "total_norm", total_norm)
+    # Every stage has another number of parameters; rank 0 has the first and the last one.
+    pipe = ps.Pipeline(
+        [nn.Linear(2, 2, bias=False) for _ in range(10)],
+        balance=[1, 4, 2, 3],
+        schedule=ps.Schedule.parse(
+            "0F0 3F0 3B0 0B0 3U1 0U1\n1F0 1B0 1U1\n2F0 2B0 2U1",
+        ),
+        loss=nn.functional.mse_loss,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        clip_grad_norm=1.0,
+        executor="threads",
+        device="cpu",
+    )
+    pipe.train_batch(torch.ones(2, 2), torch.ones(2, 2))
+    assert added == [[1, 4, 2, 3]]
