@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -10,9 +12,10 @@ import penstock as ps
 from penstock.event import Event
 from penstock.idle import idle_intervals, idle_seconds, link_traffic
 from penstock.ranks.clock import HostClock
+from penstock.runtime.measured_timeline import _NO_PEER, _events, _OpRow
 from penstock.runtime.transfer_record import TransferRecord
 from penstock.schedule.lower import Message
-from penstock.schedule.op import Kind
+from penstock.schedule.op import Kind, Op
 
 WIDTH, ROWS = 32, 4
 
@@ -112,3 +115,29 @@ def test_a_record_keeps_the_last_messages():
     record.clear()
     assert record.sent(messages[-1]) is None
     assert record.wait_start(None) is record.sent(None) is None
+
+
+def test_a_message_neither_ends_before_it_begins_nor_after_it_was_taken():
+    """Clocks of hosts agree only to an error; where the sender does not know of the arrival, it is
+    when the receiver begins.
+    """
+    schedule = ps.Schedule.parse("0F0 0B0 0U1\n1F0 1B0 1U1")
+    forward, backward = Op(Kind.F, 0, 0), Op(Kind.F, 1, 0)
+    for arrived, start, wait_start, end, wait in (
+        (5.0, 7.0, 4.0, 5.0, 3.0),
+        (9.0, 7.0, 7.5, 7.0, 0.0),
+        (math.nan, 7.0, math.nan, 7.0, None),
+        (1.0, 7.0, 7.0, 3.0, 0.0),
+        (math.nan, 2.0, 1.5, 3.0, 0.5),
+    ):
+        sent = _OpRow(0.0, 3.0, math.nan, arrived, 1.0, 64.0)
+        taken = _OpRow(start, 8.0, wait_start, math.nan, _NO_PEER, 0.0)
+        events = list(_events({0: [(forward, sent)], 1: [(backward, taken)]}, schedule.stages))
+        message = Event(0, forward, 3.0, end, 64, 1)
+        assert events == [
+            Event(0, forward, 0.0, 3.0),
+            message,
+            Event(1, backward, start, 8.0, wait_s=wait),
+        ]
+    # A message whose receiver has not begun is not shown.
+    assert list(_events({0: [(forward, sent)], 1: []}, 2)) == [Event(0, forward, 0.0, 3.0)]

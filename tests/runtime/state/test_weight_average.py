@@ -166,3 +166,18 @@ def test_the_model_is_filled_from_the_pipeline():
         pipe.load_into(nowhere)
     with pytest.raises(SettingError, match=r"8 tensors are in only one of the two, .*'2.weight'"):
         pipe.load_into(nn.Sequential(nn.Linear(4, 4)))
+
+
+def test_buffers_of_a_state_are_loaded_and_those_that_it_lacks_stay():
+    """`state_dict` of a model has no buffers that are not persistent."""
+    average = pipeline(tied_model()).ema(0.9, use_buffers=True)
+    average.update()
+    state = {name: tensor.clone() for name, tensor in average.state_dict().items()}
+    state["module.3.running_mean"].fill_(7.0)
+    mean, variance = state["module.3.running_mean"], state.pop("module.3.running_var")
+    average.load_state_dict(state)
+    assert torch.equal(average.state_dict()["module.3.running_mean"], mean)
+    assert torch.equal(average.state_dict()["module.3.running_var"], variance)
+    state["module.3.running_mean"] = torch.ones(2)
+    with pytest.raises(SettingError, match=r"has shape \(2,\) for module\.3\.running_mean"):
+        average.load_state_dict(state)
