@@ -57,6 +57,7 @@ def test_the_cpu_time_of_bytes_is_what_a_longer_message_takes_more():
     assert link.cpu_s_per_message == 2e-4
     assert link.cpu_s_per_byte == pytest.approx(4e-10)
     assert link_of(Times(sizes, seconds)).cpu_s_per_byte is None
+    assert link_of(Times(sizes, seconds, send_s=2e-4)).cpu_s_per_message == 2e-4
     assert link_of(Times(sizes, seconds, cpu_s=(5e-5, 4e-5))).cpu_s_per_byte == 0
     other = Times(sizes, seconds, cpu_s=(5e-5, 6.5e-4))
     network = network_link([Times(sizes, seconds, cpu_s=(5e-5, 4.5e-4)), other], 1.5)

@@ -30,7 +30,7 @@ _ROUNDS = 6
 _MOST_MESSAGES = 64
 
 #: Messages that each of two ranks sends after it has computed for some time, their size, and that
-#: time: longer than a core waits before it sleeps.
+#: time: that of a short op. (After 20 ms a send took as long as after 6.)
 _SENDS, _SEND_BYTES, _COMPUTE_S = 15, 64, 0.005
 
 

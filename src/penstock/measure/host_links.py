@@ -91,13 +91,19 @@ def link_of(times: Times) -> Link:
     size, seconds = times.sizes[-1], times.fresh_s[-1]
     more_bytes, more_s = size - times.sizes[-2], seconds - times.fresh_s[-2]
     bandwidth = more_bytes / more_s if more_s > 0 else size / seconds
-    link = Link(times.fresh_s[0], bandwidth, "measured", busy_s_per_byte=times.busy_s_per_byte)
+    link = Link(
+        times.fresh_s[0],
+        bandwidth,
+        "measured",
+        cpu_s_per_message=times.send_s,
+        busy_s_per_byte=times.busy_s_per_byte,
+    )
     if not times.cpu_s:
         return link
-    # A longer message takes no less; what is measured of the shortest one is the message itself.
+    # A longer message takes no less: a difference below 0 is noise.
     first_s, last_s = times.cpu_s[0], times.cpu_s[-1]
     per_byte = max(last_s - first_s, 0.0) / (size - times.sizes[0])
-    return replace(link, cpu_s_per_byte=per_byte, cpu_s_per_message=times.send_s)
+    return replace(link, cpu_s_per_byte=per_byte)
 
 
 def network_link(times: Sequence[Times], shared_above: float) -> Link:

@@ -160,11 +160,11 @@ class Pipeline(Optimizing, ModelState, Saving, Inspection):
         self._copies = CopyBatches.of(
             place.mesh, self._world, self.setting, traced, compares=check_data
         )
-        self._step, self._accumulated, self._accumulate = 0, 0, training_options.accumulate
+        self._step = self._accumulated = 0
+        self._accumulate = training_options.accumulate
         self._assembly = assemble(self.chain, self.setting, self._world, self._training)
         compare_optimizers(self._settings_exchange, self._assembly)
         self._guard = guard_for(self.chain, self._assembly)
-        # The assembly's has the layers of other ranks on the meta device: freezing is watched here.
         whole_chain, self.chain = self.chain, self._assembly.traced
         if plan is not None and optimizer is not None and parallelism is None:
             check_optimizer_memory(plan, self.chain.description, self._assembly.optimizers()[0])
@@ -181,6 +181,8 @@ class Pipeline(Optimizing, ModelState, Saving, Inspection):
         """
         training_options = self._training.options
         self._global_step = GlobalStep(self._assembly, scaling, training_options)
+        # The assembly's chain has the layers of other ranks on the meta device; freezing is watched
+        # on the parameters of the whole chain.
         self._trainability = Trainability(self._assembly, self._global_step, whole_chain)
         self._player = Player(self._assembly, self._global_step)
         self._stream = make_stream(self._assembly)

@@ -157,11 +157,14 @@ def test_a_sum_has_the_order_of_the_ranks_and_memory_of_its_own(wire_dtype, coun
         earlier.append((sums[0], expected))
 
 
-@pytest.mark.parametrize(("wire_dtype", "copies"), [(None, 2), (torch.float16, 2)])
-def test_memory_is_what_is_sent_and_received_and_a_compressed_sum(wire_dtype, copies):
-    """12 numbers of 4 bytes: twice, or twice in 16 bits beside the sum."""
-    reduction = InRankOrder(Pieces(3), layout_of([(3, 4)], torch.float32), wire_dtype)
-    assert reduction.nbytes == copies * 12 * 4
+@pytest.mark.parametrize(
+    ("wire_dtype", "nbytes"),
+    [(None, 2 * 12 * 4), (torch.float32, 2 * 12 * 4), (torch.float16, 2 * 12 * 2 + 10 * 4)],
+)
+def test_memory_is_what_is_sent_and_received_and_a_compressed_sum(wire_dtype, nbytes):
+    """10 numbers, padded to 12 for three replicas."""
+    reduction = InRankOrder(Pieces(3), layout_of([(2, 5)], torch.float32), wire_dtype)
+    assert reduction.nbytes == nbytes
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,13 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
+import pytest
 import torch
 from tests.time_limits import HANG_S
 from torch import nn
 
 from penstock.stage.gradients import bucket_sum
-from penstock.stage.gradients.bucket_reduction import AllReduce
+from penstock.stage.gradients.bucket_reduction import AllReduce, PowerSgd
 from penstock.stage.gradients.bucket_sum import BucketSum
 
 
@@ -115,6 +116,38 @@ def test_a_gradient_that_changes_after_its_bucket_was_sent_is_sent_again(monkeyp
         assert torch.equal(total, one + other)
         assert torch.equal(total, same)
     assert operations == 3 + 1 + 1, "three buckets, the flags, and one bucket again"
+
+
+@pytest.mark.parametrize("stale", [False, True])
+def test_what_powersgd_has_left_out_of_a_stale_sum_does_not_count(monkeypatch, stale):
+    """All sums, and what the last one leaves out, are all gradients: none is lost or counts twice."""
+    monkeypatch.setattr(bucket_sum, "BUCKET_BYTES", 1)
+    collectives = SimpleNamespace(
+        count=1, all_reduce=lambda *args, **options: 0, is_completed=bool, wait=lambda work: None
+    )
+    reductions = []
+
+    def make(layout):
+        reductions.append(PowerSgd(collectives, layout, 2))
+        return reductions[-1]
+
+    buckets = BucketSum(0, collectives, make, lambda _, call: call())
+    parameter = nn.Parameter(torch.zeros(12, 9, dtype=torch.float64))
+    generator = torch.Generator().manual_seed(0)
+    all_sums, all_gradients = torch.zeros(12, 9), torch.zeros(12, 9)
+    for _ in range(3):
+        gradient = torch.randn(12, 9, generator=generator, dtype=torch.float64)
+        parameter.grad = 7 * gradient if stale else gradient.clone()
+        buckets.start([parameter])
+        if stale:
+            parameter.grad.copy_(gradient)
+            buckets._flags[-1] = 1  # the flags have left: as another replica tells
+        _, (total,) = buckets.finish([parameter])
+        all_sums = all_sums + total
+        all_gradients = all_gradients + gradient
+    left_out = reductions[0]._error.view(12, 9)
+    assert left_out.norm() > 0.1 * all_gradients.norm()
+    assert torch.allclose(all_sums + left_out, all_gradients)
 
 
 def test_gradients_that_do_not_change_are_sent_once(monkeypatch):

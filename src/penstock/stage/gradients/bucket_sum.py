@@ -255,6 +255,11 @@ class BucketSum:
         for bucket in resent:
             self._send(bucket)
         self._complete_rounds(resent)
+        # Only now: PowerSGD stores what the sum leaves out, and that of a stale sum would be wrong.
+        with torch.no_grad():
+            for bucket in self._buckets:
+                bucket.total = bucket.reduction.finish()
+                bucket.work, bucket.rounds = None, 0
 
     def _complete_rounds(self, buckets: Sequence[Bucket]) -> None:
         """Wait for both rounds of some buckets."""
@@ -264,9 +269,6 @@ class BucketSum:
         for bucket in buckets:
             if bucket.work is not None:
                 self._collectives.wait(bucket.work)
-            with torch.no_grad():
-                bucket.total = bucket.reduction.finish()
-            bucket.work, bucket.rounds = None, 0
 
     def _read_flags(self) -> list[int]:
         """Return for each parameter the number of replicas that have a gradient."""
