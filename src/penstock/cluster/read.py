@@ -21,7 +21,8 @@ A device's keys: name, like, count, memory, kind (cpu, gpu, fpga), flops by dtyp
 memory_bandwidth, launch (overhead of an op before it computes), on_chip, together (seconds while
 all are busy over seconds alone), source. A link's: like, latency, bandwidth, shared, source;
 cpu_per_byte (CPU time that a message between hosts takes of each of its ranks), cpu_per_message
-(time for which a message of no bytes occupies its sender), busy_per_byte (time that a rank loses to a message if it computes meanwhile).
+(time for which a message of no bytes occupies its sender), busy_per_byte (time that a rank loses to
+a message if it computes meanwhile).
 """
 
 from __future__ import annotations

@@ -435,8 +435,8 @@ def _as_number(count: Any, number: int) -> float:
     is_number = isinstance(count, (int, float)) and not isinstance(count, bool)
     if not is_number or not 0 <= count < math.inf:
         raise SettingError(
-            "loss_weight must return one finite number of 0 or more for the targets of a micro-batch; for "
-            f"micro-batch {number} it returned "
+            "loss_weight must return one finite number of 0 or more for the targets of a micro-batch; "
+            f"for micro-batch {number} it returned "
             f"{count if isinstance(count, (int, float)) else type(count).__name__}"
         )
     return float(count)

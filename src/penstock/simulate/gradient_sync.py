@@ -84,8 +84,8 @@ def least_sum_seconds(ranks: Sequence[int], gradient_bytes: float, cluster: Clus
 def sum_memory_copies(ranks: Sequence[int], cluster: Cluster) -> int:
     """Return how many copies of a stage's gradients each replica stores for their sum.
 
-    One in shared memory, or for two replicas in buckets (see `penstock.stage.gradients`). On several
-    hosts three or more replicas store what they send and what they receive.
+    One in shared memory, or for two replicas in buckets (see `penstock.stage.gradients`). Three or
+    more replicas on several hosts store what they send and what they receive.
 
     Args:
         ranks: of the stage's replicas.
