@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from tests.explore.devtools import Browser
+from tests.devtools import Browser
 
 from penstock.explore.evaluate import evaluate
 from penstock.explore.state import parse_state

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import shutil
-import subprocess
 from html.parser import HTMLParser
 
 import pytest
-from tests.time_limits import HANG_S
+from tests.devtools import Browser
 
 from penstock.errors import FileError
 from penstock.report.document import Page, Report, Section, Table
@@ -155,74 +152,68 @@ def test_an_empty_report_is_a_page():
     assert Reader(html_page(Report("empty", ()))).headings == [1]
 
 
-CHROMIUM = shutil.which("chromium")
-browser = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
-#: Runs after the scripts of the page: sorts by click and by key, filters, and reports.
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+#: Sorts by click, filters, and reports what the page shows.
 PROBE = """
-const result = {};
-const table = document.querySelector(".table table");
-const column = (index) => [...table.tBodies[0].rows].map((row) => row.cells[index].textContent);
-const buttons = [...table.querySelectorAll("th button")];
-buttons[2].click();
-result.ascending = column(2).slice(0, 4);
-result.sorted = buttons[2].closest("th").getAttribute("aria-sort");
-buttons[2].click();
-result.descending = column(2).slice(0, 2);
-buttons[1].click();
-result.mixed = column(1).slice(-2);
-buttons[1].focus();
-result.focus = document.activeElement === buttons[1];
-const input = document.querySelector(".filter input");
-input.value = "17.0 s";
-input.dispatchEvent(new Event("input"));
-result.shown = [...table.tBodies[0].rows].filter((row) => !row.hidden).length;
-result.count = document.querySelector(".filter [role=status]").textContent;
-result.live = document.querySelectorAll("figure.timeline.live").length;
-const canvas = document.querySelectorAll("figure.timeline canvas")[1];
-const blank = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
-result.painted = blank.some((value) => value !== blank[0]);
-result.overflow = document.documentElement.scrollWidth - document.documentElement.clientWidth;
-result.title = document.title;
-result.images = document.images.length;
-const output = document.createElement("output");
-output.id = "probe";
-output.textContent = JSON.stringify(result);
-document.body.append(output);
+(() => {
+  const result = {};
+  const table = document.querySelector(".table table");
+  const column = (index) => [...table.tBodies[0].rows].map((row) => row.cells[index].textContent);
+  const buttons = [...table.querySelectorAll("th button")];
+  buttons[2].click();
+  result.ascending = column(2).slice(0, 4);
+  result.sorted = buttons[2].closest("th").getAttribute("aria-sort");
+  buttons[2].click();
+  result.descending = column(2).slice(0, 2);
+  buttons[1].click();
+  result.mixed = column(1).slice(-2);
+  buttons[1].focus();
+  result.focus = document.activeElement === buttons[1];
+  const input = document.querySelector(".filter input");
+  input.value = "17.0 s";
+  input.dispatchEvent(new Event("input"));
+  result.shown = [...table.tBodies[0].rows].filter((row) => !row.hidden).length;
+  result.count = document.querySelector(".filter [role=status]").textContent;
+  result.live = document.querySelectorAll("figure.timeline.live").length;
+  const root = document.documentElement;
+  result.overflow = root.scrollWidth - root.clientWidth;
+  result.title = document.title;
+  result.images = document.images.length;
+  return result;
+})()
 """
+#: The second timeline has more than one colour.
+PAINTED = """(() => {
+  const canvas = document.querySelectorAll("figure.timeline canvas")[1];
+  const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+  return data.some((value) => value !== data[0]);
+})()"""
 
 
-def run_in_browser(page, tmp_path, width):
-    """Return what the probe reports after it has used the page in Chromium."""
-    probe = f"setTimeout(() => {{{PROBE}}}, 300)"
-    # The probe is no script of the page, which its policy would refuse.
-    without_policy = re.sub(r"<meta http-equiv[^>]*>", "", page)
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    """A headless browser."""
+    browser = Browser(CHROMIUM, tmp_path_factory.mktemp("chromium"))
+    yield browser
+    browser.close()
+
+
+@pytest.fixture
+def address(page, tmp_path):
+    """The address of the page in a file."""
     path = tmp_path / "page.html"
-    path.write_text(without_policy.replace("</body>", f"<script>{probe}</script></body>"))
-    command = [
-        CHROMIUM,
-        "--headless=new",
-        "--no-sandbox",
-        "--disable-gpu",
-        f"--user-data-dir={tmp_path / 'chromium'}",
-        f"--window-size={width},900",
-        "--virtual-time-budget=4000",
-        "--dump-dom",
-        path.as_uri(),
-    ]
-    environment = {**os.environ, "HOME": str(tmp_path)}
-    ran = subprocess.run(
-        command, capture_output=True, text=True, timeout=HANG_S, check=False, env=environment
-    )
-    found = re.search(r'<output id="probe">(.*?)</output>', ran.stdout, re.DOTALL)
-    assert found is not None, ran.stderr[-2000:]
-    return json.loads(found[1].replace("&amp;", "&").replace("&lt;", "<").replace("&gt;", ">"))
+    path.write_text(page)
+    return path.as_uri()
 
 
-@browser
+@needs_chromium
 @pytest.mark.parametrize("width", [500, 1400])
-def test_tables_sort_and_filter_and_timelines_start_in_a_browser(page, tmp_path, width):
+def test_tables_sort_and_filter_and_timelines_start_in_a_browser(address, browser, width):
     """By value with units, empty and textual cells last; no name has run a script."""
-    result = run_in_browser(page, tmp_path, width)
+    browser.open(address, width=width)
+    browser.wait_for(PAINTED)
+    result = browser.evaluate(PROBE)
     assert result["ascending"] == ["1.0 us", "2.0 ms", "500.0 ms", "3.0 s"]
     assert result["sorted"] == "ascending"
     assert result["descending"] == ["19.0 s", "18.0 s"]
@@ -230,31 +221,18 @@ def test_tables_sort_and_filter_and_timelines_start_in_a_browser(page, tmp_path,
     assert result["focus"]
     assert (result["shown"], result["count"]) == (1, "1 of 14 rows")
     assert result["live"] == 4
-    assert result["painted"]
     assert result["overflow"] <= 0
     assert result["title"] == "A study <script>document.title='changed'</script>"
     assert result["images"] == 0
 
 
-@browser
-def test_the_policy_lets_the_scripts_of_the_page_run(page, tmp_path):
+@needs_chromium
+def test_the_policy_lets_the_scripts_of_the_page_run(address, browser):
     """A hash that does not fit would leave a page without sorting, silently."""
-    path = tmp_path / "page.html"
-    path.write_text(page)
-    command = [
-        CHROMIUM,
-        "--headless=new",
-        "--no-sandbox",
-        "--disable-gpu",
-        f"--user-data-dir={tmp_path / 'chromium'}",
-        "--virtual-time-budget=2000",
-        "--dump-dom",
-        path.as_uri(),
-    ]
-    environment = {**os.environ, "HOME": str(tmp_path)}
-    ran = subprocess.run(
-        command, capture_output=True, text=True, timeout=HANG_S, check=False, env=environment
-    )
-    assert '<figure class="timeline live"' in ran.stdout
-    assert re.search(r'<th scope="col"[^>]*><button type="button">', ran.stdout)
-    assert "Refused to" not in ran.stderr
+    browser.open("about:blank")
+    browser.call("Log.enable")
+    browser.problems.clear()
+    browser.open(address)
+    assert browser.evaluate("document.querySelectorAll('figure.timeline.live').length") == 4
+    assert browser.evaluate("document.querySelectorAll('th[scope=col] button').length") > 0
+    assert browser.problems == []
