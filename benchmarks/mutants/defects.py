@@ -322,8 +322,8 @@ DEFECTS = [
     Defect(
         "interpreter: a cached program is found by its id alone",
         "runtime/interpreter.py",
-        "if cached is None or cached[0] is not program:",
-        "if cached is None:",
+        "if cached_program is not program:",
+        "if cached_program is None:",
         RUNTIME,
     ),
     Defect(
@@ -351,8 +351,8 @@ DEFECTS = [
     Defect(
         "interpreter: sends are not waited for at the end of a program",
         "runtime/interpreter.py",
-        "        self._run(cached[1], RunContext(BatchesInFlight.alone(batch), update))\n        self.finish()\n",
-        "        self._run(cached[1], RunContext(BatchesInFlight.alone(batch), update))\n",
+        "        self._run(self._cached_steps(program), RunContext(BatchesInFlight.alone(batch), update))\n        self.finish()\n",
+        "        self._run(self._cached_steps(program), RunContext(BatchesInFlight.alone(batch), update))\n",
         RUNTIME,
     ),
     Defect(

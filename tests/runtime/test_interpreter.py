@@ -714,7 +714,7 @@ def test_programs_are_cached_by_identity_up_to_a_number():
         assert cached[0] is copy
         interpreter.play(copy, batch(1))
         assert interpreter._programs[id(copy)] is cached
-        assert len(interpreter._programs) <= _MAX_PROGRAMS + 1
+        assert len(interpreter._programs) <= _MAX_PROGRAMS
     assert len(log) == 2 * 2 * len(programs)
 
 

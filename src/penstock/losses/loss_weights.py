@@ -18,7 +18,7 @@ A loss that adds up in none of these ways is refused.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -93,17 +93,15 @@ class Knowledge:
 
 
 @dataclass(frozen=True)
-class _Form:
+class _GraphWeights:
     """Weights that were read from the graph of a loss.
 
     Attributes:
         weights: by micro-batch, its weight.
-        counts: by micro-batch, its divisor, if the loss is a single term.
-        first: the evaluation of the loss on the first micro-batch.
+        first: the evaluation of the loss on the micro-batch that has been run.
     """
 
     weights: list[float]
-    counts: Mapping[int, float]
     first: Evaluation
 
 
@@ -152,17 +150,23 @@ class LossWeights:
                 return self._by_caller(batch)
             key = batch.signature, _forms_of(batch.whole[1])
             knowledge = self._knowledge_by_key.get(key)
-            if knowledge is not None and not self._is_due(knowledge):
-                if knowledge.adds_up is not None:
-                    return mean_or_sum_weights(batch, knowledge.adds_up)
-                if knowledge.weights is not None:
-                    return knowledge.weights
-                if knowledge.classes is not None:
-                    return self._counted(batch, knowledge.classes)
+            test = knowledge is None or self._is_due(knowledge)
+            if knowledge is not None and not test:
+                weights = self._by_knowledge(batch, knowledge)
+                if weights is not None:
+                    return weights
             views = View.all(self.call, batch, number, value, self._batches)
-            return self._by_loss(views, key, test=knowledge is None or self._is_due(knowledge))
+            return self._by_loss(views, key, test=test)
         finally:
             collect_side_losses(outer)
+
+    def _by_knowledge(self, batch: Batch, knowledge: Knowledge) -> list[float] | None:
+        """Return the weights without another look at the loss; None if that takes one."""
+        if knowledge.adds_up is not None:
+            return mean_or_sum_weights(batch, knowledge.adds_up)
+        if knowledge.classes is not None:
+            return self._by_classes(batch, knowledge.classes)
+        return knowledge.weights
 
     def _is_due(self, knowledge: Knowledge) -> bool:
         """Whether a test is due again: at batches 1, 2, 4, 8, ..."""
@@ -203,7 +207,7 @@ class LossWeights:
             for number in batch.numbers
         ]
 
-    def _counted(self, batch: Batch, classes: Classes) -> list[float]:
+    def _by_classes(self, batch: Batch, classes: Classes) -> list[float]:
         """Return the weights of a mean over class indices."""
         whole = tensors_of(batch.whole[1])[classes.leaf]
         if classes.weight is None and not bool((whole == classes.ignore_index).any()):
@@ -231,7 +235,14 @@ class LossWeights:
             first = view.evaluation(view.number)
             if any(term.leaf is not None for term in first.terms):
                 return self._by_model(view, first)
-            weights_by_form = self._sum_of_counted(view, first)
+            parts = [
+                first.terms if number == view.number else view.evaluation(number).terms
+                for number in batch.numbers
+            ]
+            if first.counted:
+                return _by_sum_and_count(batch, [terms[0].divisor for terms in parts])
+            whole = view.evaluation(None).terms
+            weights = common_weights(weights_by_term(parts, whole, batch.shares))
         except Unpredictable:
             raise SettingError(
                 "the loss returns (sum, count), and its count depends on the model's output: the "
@@ -239,44 +250,25 @@ class LossWeights:
                 f"{WAYS_OUT}"
             ) from None
         except UnknownForm:
-            return self._tested(views, key, None)
-        if first.counted:
-            batch.loss_counts = dict(weights_by_form.counts)
-            return weights_by_form.weights
+            return self._by_test(views, key, None)
+        by_graph = _GraphWeights(weights, first)
         is_trusted = self.call.is_torchs and not view.may_broadcast
-        if test and not is_trusted and not self._is_per_row(view, weights_by_form):
-            weights = self._tested(views, key, weights_by_form)
-            # The same list is returned if the test confirms it.
-            if weights is not weights_by_form.weights:
-                return weights
-        classes = self._classes(view, weights_by_form) if first.by_values else None
-        self._remember(
-            key, Knowledge(None if first.by_values else weights_by_form.weights, classes)
-        )
-        return weights_by_form.weights
+        if test and not is_trusted and not self._is_per_row(view, by_graph):
+            return self._by_test(views, key, by_graph)
+        return self._accept(view, key, by_graph)
 
-    def _sum_of_counted(self, view: View, first: Evaluation) -> _Form:
-        """Return the weights by the divisors of all micro-batches and of the whole batch.
+    def _accept(self, view: View, key: object, by_graph: _GraphWeights) -> list[float]:
+        """Return weights that need no further test, and remember how they were found."""
+        if by_graph.first.by_values:
+            self._remember(key, Knowledge(classes=self._classes(view, by_graph)))
+        else:
+            self._remember(key, Knowledge(weights=by_graph.weights))
+        return by_graph.weights
 
-        Raises:
-            UnknownForm: the terms of the loss have different weights.
-        """
-        batch = view.batch
-        rows = [
-            first.terms if number == view.number else view.evaluation(number).terms
-            for number in batch.numbers
-        ]
-        if first.counted:
-            counts = [terms[0].divisor for terms in rows]
-            return _Form(sum_weights(counts), dict(enumerate(counts)), first)
-        columns = weights_by_term(rows, view.evaluation(None).terms, batch.shares)
-        counts = [terms[0].divisor for terms in rows]
-        return _Form(common_weights(columns), dict(enumerate(counts)), first)
-
-    def _classes(self, view: View, form: _Form) -> Classes | None:
+    def _classes(self, view: View, by_graph: _GraphWeights) -> Classes | None:
         """Return the leaf of the targets that holds the class indices; None if none does."""
-        node = form.first.terms[0].node
-        if len(form.first.terms) > 1 or node is None or node._saved_reduction != MEAN:
+        node = by_graph.first.terms[0].node
+        if len(by_graph.first.terms) > 1 or node is None or node._saved_reduction != MEAN:
             return None
         target, weight = node._saved_target, node._saved_weight
         for place, leaf in enumerate(tensors_of(view.target(view.number))):
@@ -285,18 +277,18 @@ class LossWeights:
                 return Classes(place, ignored_index(node), weight)
         return None
 
-    def _is_per_row(self, view: View, form: _Form) -> bool:
+    def _is_per_row(self, view: View, by_graph: _GraphWeights) -> bool:
         """Whether the graph of the loss shows that samples do not interact.
 
         The numeric test is then unnecessary.
         """
-        node = form.first.terms[0].node
-        if len(form.first.terms) > 1 or node is None:
+        node = by_graph.first.terms[0].node
+        if len(by_graph.first.terms) > 1 or node is None:
             return False
         # Graphs do not show hooks on gradients, which the test sees: only where it would take much
         # memory is it left out.
         elements = sum(leaf.numel() for leaf in tensors_of(view.value))
-        if elements < _LARGE_OUTPUT or any(leaf._backward_hooks for leaf in form.first.leaves):
+        if elements < _LARGE_OUTPUT or any(leaf._backward_hooks for leaf in by_graph.first.leaves):
             return False
         target = view.target(view.number)
         return type(target) is Tensor and is_per_row(node, target)
@@ -304,25 +296,27 @@ class LossWeights:
     def _by_model(self, view: View, first: Evaluation) -> list[float]:
         """Return the weights of a loss that the model computes, with terms of the caller."""
         batch = view.batch
-        terms = [term for term in first.terms if term.leaf is None]
-        columns: list[list[float]] = []
+        weights: list[list[float]] = []  # by term of the loss
         try:
             for term in first.terms:
-                if term.leaf is None:
-                    continue
-                place = next(i for i, leaf in enumerate(first.leaves) if leaf is term.leaf)
-                columns += self._model_columns(view, place)
-            if terms:
-                rows = [_caller_terms(view.evaluation(number).terms) for number in batch.numbers]
-                columns += weights_by_term(
-                    rows, _caller_terms(view.evaluation(None).terms), batch.shares
-                )
-            return common_weights(columns)
+                if term.leaf is not None:
+                    place = next(i for i, leaf in enumerate(first.leaves) if leaf is term.leaf)
+                    weights += self._weights_of_output(view, place)
+            if _caller_terms(first.terms):
+                parts = [_caller_terms(view.evaluation(number).terms) for number in batch.numbers]
+                whole = _caller_terms(view.evaluation(None).terms)
+                weights += weights_by_term(parts, whole, batch.shares)
+            return common_weights(weights)
         except UnknownForm as error:
             raise SettingError(model_loss(str(error))) from error
 
-    def _model_columns(self, view: View, place: int) -> list[list[float]]:
-        """Return the weights of the terms of a loss that is one of the outputs of the model."""
+    def _weights_of_output(self, view: View, place: int) -> list[list[float]]:
+        """Return the weights of a loss that the model computes, one list per term of it.
+
+        Args:
+            view: evaluations of the loss.
+            place: of the model's outputs, the one that is the loss.
+        """
         if self._model is not None:
             return [
                 rounded_to_shares(column, view.batch.shares)
@@ -343,29 +337,32 @@ class LossWeights:
                 }
         return [ones(view.batch) if self._model_sums else view.batch.shares]
 
-    def _tested(self, views: Sequence[View], key: object, form: _Form | None) -> list[float]:
+    def _by_test(
+        self, views: Sequence[View], key: object, by_graph: _GraphWeights | None
+    ) -> list[float]:
         """Return the weights that the numeric test confirms.
 
         Args:
             views: evaluations of the loss.
             key: the form of the batch.
-            form: weights from the graph, which are tried first; else a mean or a sum over samples.
+            by_graph: weights from the graph, which are tried first; else a mean or a sum over
+                samples.
         """
-        batch = views[0].batch
         # With a large vocabulary the whole test takes as long as several steps. The graph is read
         # again at every repetition, so the model's own outputs suffice then.
-        brief = form is not None and key in self._knowledge_by_key
+        brief = by_graph is not None and key in self._knowledge_by_key
         try:
             weightings = self._additivity.weightings(
-                views, has_counts=form is not None, brief=brief
+                views, has_counts=by_graph is not None, brief=brief
             )
         except ReturnsCount:
             return self._by_counts(views[0])
-        if form is not None and set(weightings.values()) <= {"counts"}:
-            return form.weights
-        adds_up = weightings.get(False, "shares"), weightings.get(True, "shares")
+        if by_graph is not None and set(weightings.values()) <= {"counts"}:
+            return self._accept(views[0], key, by_graph)
+        over_samples, over_tokens = weightings.get(False, "shares"), weightings.get(True, "shares")
+        adds_up = over_samples, over_tokens
         self._remember(key, Knowledge(adds_up=adds_up))
-        return mean_or_sum_weights(batch, adds_up)
+        return mean_or_sum_weights(views[0].batch, adds_up)
 
     def _by_counts(self, view: View) -> list[float]:
         """Return the weights of a loss that returns (sum, count), by its counts for one output.
@@ -382,8 +379,7 @@ class LossWeights:
                 f"not be told from the output of the first ({type(error).__name__}: {error}). "
                 f"{WAYS_OUT}"
             ) from error
-        batch.loss_counts = dict(enumerate(counts))
-        return sum_weights(counts)
+        return _by_sum_and_count(batch, counts)
 
     def check(self, batch: Batch, number: int, loss: Tensor) -> None:
         """Check that the loss of a micro-batch has the divisor that its weight assumes.
@@ -404,6 +400,12 @@ class LossWeights:
             return
         if len(terms) == 1 and not same(terms[0].divisor, expected, 1e-4):
             raise SettingError(count_differs(number, expected, terms[0].divisor))
+
+
+def _by_sum_and_count(batch: Batch, counts: Sequence[float]) -> list[float]:
+    """Return the weights of a loss that returns (sum, count), by its counts."""
+    batch.loss_counts = dict(enumerate(counts))
+    return sum_weights(counts)
 
 
 def _caller_terms(terms: Sequence[Term]) -> list[Term]:

@@ -70,23 +70,23 @@ def rounded_to_shares(weights: Sequence[float], shares: Sequence[float]) -> list
 
 
 def weights_by_term(
-    rows: Sequence[Sequence[Term]], whole: Sequence[Term], shares: Sequence[float]
+    parts: Sequence[Sequence[Term]], whole: Sequence[Term], shares: Sequence[float]
 ) -> list[list[float]]:
     """Return the weights of all micro-batches, one list per term of the loss.
 
     Args:
-        rows: the terms of each micro-batch's loss.
+        parts: the terms of each micro-batch's loss.
         whole: the terms of the loss of the batch.
         shares: by micro-batch, its share of the samples.
 
     Raises:
         UnknownForm: the loss of a micro-batch has other terms than that of the batch.
     """
-    if any(len(terms) != len(whole) for terms in rows):
+    if any(len(terms) != len(whole) for terms in parts):
         raise UnknownForm("terms that come and go")  # such as one that only some batches add
     columns = []
     for place, term in enumerate(whole):
-        divisors = [terms[place].divisor for terms in rows]
+        divisors = [terms[place].divisor for terms in parts]
         columns.append(weights_of(divisors, term.divisor, shares))
     return columns
 

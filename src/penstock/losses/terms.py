@@ -241,7 +241,7 @@ def _multiplied_by_number(node: Any) -> tuple[float, Any]:
     return _number(node._saved_other), _only_input(node)
 
 
-def _sum_of_counted(node: Any) -> tuple[float, Any]:
+def _divided(node: Any) -> tuple[float, Any]:
     """Return the factor of a division by a constant, and the node that it divides."""
     if node.next_functions[0][0] is None:
         raise UnknownForm("a division by what depends on outputs")
@@ -252,8 +252,8 @@ def _sum_of_counted(node: Any) -> tuple[float, Any]:
 _SCALING: dict[str, Callable[[Any], tuple[float, Any]]] = {
     "MulBackward0": _multiplied,
     "MulBackward1": _multiplied_by_number,
-    "DivBackward0": _sum_of_counted,
-    "DivBackward1": _sum_of_counted,
+    "DivBackward0": _divided,
+    "DivBackward1": _divided,
 }
 
 

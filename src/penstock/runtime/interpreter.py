@@ -121,16 +121,21 @@ class Interpreter:
         self.begin()
         for parallel in self.parallel.values():
             parallel.begin()
-        cached = self._programs.get(id(program))
-        # The id may have been reused by another program: compare the object, too.
-        if cached is None or cached[0] is not program:
-            if len(self._programs) > _MAX_PROGRAMS:
-                self._programs.clear()
-            cached = self._programs[id(program)] = program, steps_of(program, self.stage_count)
-        self._run(cached[1], RunContext(BatchesInFlight.alone(batch), update))
+        self._run(self._cached_steps(program), RunContext(BatchesInFlight.alone(batch), update))
         self.finish()
         for parallel in self.parallel.values():
             parallel.end()
+
+    def _cached_steps(self, program: Sequence[Action]) -> Sequence[Step]:
+        """Return the steps of a program, which are computed once."""
+        cached_program, steps = self._programs.get(id(program), (None, ()))
+        # The id may have been reused by another program: compare the object, too.
+        if cached_program is not program:
+            if len(self._programs) >= _MAX_PROGRAMS:
+                self._programs.clear()
+            steps = steps_of(program, self.stage_count)
+            self._programs[id(program)] = program, steps
+        return steps
 
     def begin(self) -> None:
         """Reset times and memory counters, before a batch or a stream."""

@@ -86,8 +86,8 @@ class _PartRandomness:
             if there is one.
         may_draw: whether its forward may draw in training.
         user_code: whether it runs code outside of torch.
-        torch: by training mode, whether it has drawn from torch's generators.
-        host: by training mode, whether it draws from `random` or `numpy.random`.
+        drew_torch: by training mode, whether it has drawn from torch's generators.
+        draws_host: by training mode, whether it draws from `random` or `numpy.random`.
     """
 
     def __init__(self, part: Part, mentions_host: bool) -> None:
@@ -98,8 +98,20 @@ class _PartRandomness:
         if self.may_draw and not mentions_host:
             self.proof = prove_no_draws(part.module)
             self.may_draw = self.proof is None
-        self.torch = {True: False, False: False}
-        self.host = {True: mentions_host, False: mentions_host}
+        self.drew_torch = {True: False, False: False}
+        self.draws_host = {True: mentions_host, False: mentions_host}
+
+    def needs_seed(self, *, training: bool) -> bool:
+        """Return whether its forward needs a random stream of its own."""
+        return self.may_draw if training else self.drew_torch[False] or self.draws_host[False]
+
+    def take_over(self, earlier: _PartRandomness) -> None:
+        """Take over what was observed before the settings of the part changed."""
+        self.drew_torch = earlier.drew_torch
+        for training, draws in earlier.draws_host.items():
+            self.draws_host[training] |= draws
+        # Observation outranks the proof, which assumes that values are plain tensors.
+        self.may_draw |= self.drew_torch[True] or self.draws_host[True]
 
 
 class StageDraws:
@@ -157,11 +169,11 @@ class StageDraws:
 
     def begin(self, batch: Batch) -> bool:
         """Begin a forward of a micro-batch of `batch`; return whether it needs the generators."""
-        if self._batch() is not batch:
+        is_new = self._batch() is not batch
+        if is_new:
             self._batch = weakref.ref(batch)
             self._begin_batch(batch)
-            self._plan_forward(batch.training)
-        elif self._observing:
+        if is_new or self._observing:
             self._plan_forward(batch.training)
         return self.needed
 
@@ -188,14 +200,13 @@ class StageDraws:
     def _plan_forward(self, training: bool) -> None:
         """Decide whether to observe the next forward, and which generators it needs."""
         self._observing = self._forwards_to_observe > 0
-        self._forwards_to_observe -= self._observing
-        self._host = self.needed = self._observing
         if self._observing:
+            self._forwards_to_observe -= 1
+            self._host = self.needed = True
             return
-        for part in self._randomness.values():
-            host = part.host[training]
-            self._host |= host
-            self.needed |= part.may_draw if training else part.torch[False] or host
+        rows = self._randomness.values()
+        self._host = any(row.draws_host[training] for row in rows)
+        self.needed = any(row.needs_seed(training=training) for row in rows)
 
     def _inspect_layers(self) -> None:
         """Read the settings of all modules. Parts that have drawn are assumed to draw again.
@@ -210,11 +221,7 @@ class StageDraws:
             randomness = _PartRandomness(part, self._mentions_host(part.module))
             self._randomness[part.index] = randomness
             if part.index in before:
-                randomness.torch = before[part.index].torch
-                for training, drew in before[part.index].host.items():
-                    randomness.host[training] |= drew
-                # Observation outranks the proof, which assumes that values are plain tensors.
-                randomness.may_draw |= randomness.torch[True] or randomness.host[True]
+                randomness.take_over(before[part.index])
             if randomness.may_draw and part.index in self._joined:
                 raise RunError(
                     f"layers {self._joined[part.index]} are compiled as one function, because none "
@@ -272,17 +279,10 @@ class StageDraws:
         randomness = self._randomness[part.index]
         training = place.batch.training
         observing = self._observing and randomness.user_code
-        draws = (
-            randomness.may_draw if training else randomness.torch[False] or randomness.host[False]
-        )
-        if not observing and not draws:
+        if not observing and not randomness.needs_seed(training=training):
             return run(value)
-        # The stream depends on the place alone, so that no cut and no schedule changes the numbers.
-        components = [self._seed, place.batch.step, part.index, place.micro_batch]
-        if not training:
-            components += [_EVALUATION, self._evaluation[1]]
-        host = observing or randomness.host[training]
-        seed_generators(self._device, stream_seed(*components), host=host)
+        host = observing or randomness.draws_host[training]
+        seed_generators(self._device, self._forward_seed(part, place), host=host)
         if not randomness.user_code:
             return run(value)
         # Code of users may draw in some calls only: the generators' states tell.
@@ -292,7 +292,7 @@ class StageDraws:
         if not torch.equal(torch_before, torch.get_rng_state()):
             self._record_draw(randomness, training)
         if host_before is not None and not equal_states(host_before, host_state()):
-            randomness.host[training] = True
+            randomness.draws_host[training] = True
             randomness.may_draw |= training
         backward_may_draw = self._backwards_to_observe or self._backward_changes_states
         if training and backward_may_draw and torch.is_grad_enabled():
@@ -304,21 +304,30 @@ class StageDraws:
         randomness = self._randomness[part.index]
         if not randomness.may_draw:
             return run(value)
-        host = randomness.host[True]
+        host = randomness.draws_host[True]
         with drawing(self._device, host=host):
-            seed = stream_seed(self._seed, place.batch.step, part.index, place.micro_batch)
-            seed_generators(self._device, seed, host=host)
+            seed_generators(self._device, self._forward_seed(part, place), host=host)
             return run(value)
+
+    def _forward_seed(self, part: Part, place: Place) -> int:
+        """Return the seed of a part's forward.
+
+        It depends on the place alone, so that no cut and no schedule changes the random numbers.
+        """
+        components = [self._seed, place.batch.step, part.index, place.micro_batch]
+        if not place.batch.training:
+            components += [_EVALUATION, self._evaluation[1]]
+        return stream_seed(*components)
 
     def _record_draw(self, randomness: _PartRandomness, training: bool) -> None:
         """Record that a part has drawn from torch's generators.
 
         The first time, its backwards are observed too: they may draw as well.
         """
-        if training and not randomness.torch[True] and not self._compiled:
+        if training and not randomness.drew_torch[True] and not self._compiled:
             batch = self._batch()
             self._backwards_to_observe = 1 if batch is None else len(batch.inputs)
-        randomness.torch[training] = True
+        randomness.drew_torch[training] = True
         randomness.may_draw |= training
         if training and self._compiled:
             self._backward_draws = True
@@ -356,10 +365,9 @@ class StageDraws:
         """Record whether random numbers were drawn since the generators were last seeded."""
         if self._seeded_states is not None:
             torch_seeded, host_seeded = self._seeded_states
-            same = torch.equal(torch_seeded, torch.get_rng_state()) and equal_states(
-                host_seeded, host_state()
-            )
-            self._states_changed |= not same
+            torch_is_unchanged = torch.equal(torch_seeded, torch.get_rng_state())
+            if not torch_is_unchanged or not equal_states(host_seeded, host_state()):
+                self._states_changed = True
 
     @contextmanager
     def backward(self, place: Place, *, weights_only: bool = False) -> Iterator[None]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import signal
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from types import FrameType
 
@@ -59,15 +59,14 @@ class _Signals:
 
 
 @contextmanager
-def _passed_on() -> Iterator[_Signals]:
+def _forward_signals() -> Iterator[_Signals]:
     """Pass SIGTERM and SIGUSR1 on to the ranks within a `with` block."""
     signals = _Signals()
     previous = {}
-    try:
+    # A ValueError tells that this is not the main thread: no other handles signals in Python.
+    with suppress(ValueError):
         for number in (signal.SIGTERM, signal.SIGUSR1):
             previous[number] = signal.signal(number, signals.handle)
-    except ValueError:  # not in the main thread, where Python handles no signals
-        previous.clear()
     try:
         yield signals
     finally:
@@ -123,18 +122,29 @@ class _Attempts:
             raise error
         self.failure = (reason, step)
         self.count += 1
-        # Also those that the plan leaves idle, which another plan may use.
-        ranks = self.present.cluster.ranks
-        if isinstance(error, RankDied) and config.min_ranks is not None:
-            fewer = self._with_ranks(ranks - 1) if ranks > config.min_ranks else False
-            if ranks > config.min_ranks and not fewer:
-                self.say(f"{ranks - 1} ranks cannot run this model: the lost rank is replaced")
+        if isinstance(error, RankDied):
+            self._remove_rank()
         source = "" if recovered is None else ", which the remaining ranks had in memory"
         self.say(
             f"{reason}\nrestart {self.count} of {config.max_restarts}: "
             f"{self.present.plan.ranks} ranks continue from step {step}{source}"
         )
         self._log(step, reason, "checkpoint" if recovered is None else "memory")
+
+    def resize(self, ranks: int) -> None:
+        """Prepare the next attempt with another number of ranks, which the user has asked for."""
+        step = self._continue_from_checkpoint()
+        if not self._with_ranks(ranks):
+            self.say(f"{ranks} ranks cannot run this model: the number stays as it is")
+        self.say(f"{self.present.plan.ranks} ranks continue from step {step}")
+        self._log(step, f"resize to {ranks} ranks")
+
+    def _remove_rank(self) -> None:
+        """Plan for one rank fewer after the loss of a rank, if the user allows it."""
+        # Counted with those that the plan leaves idle, which another plan may use.
+        fewer, fewest = self.present.cluster.ranks - 1, self.first.config.min_ranks
+        if fewest is not None and fewer >= fewest and not self._with_ranks(fewer):
+            self.say(f"{fewer} ranks cannot run this model: the lost rank is replaced")
 
     def _say_where_to_continue(self) -> None:
         """Name the last whole checkpoint of a run that has failed, if there is one."""
@@ -149,14 +159,6 @@ class _Attempts:
                 f"the last whole checkpoint is of step {step}; to continue from it: penstock train "
                 f"--resume {folder}"
             )
-
-    def resize(self, ranks: int) -> None:
-        """Prepare the next attempt with another number of ranks, which the user has asked for."""
-        step = self._continue_from_checkpoint()
-        if not self._with_ranks(ranks):
-            self.say(f"{ranks} ranks cannot run this model: the number stays as it is")
-        self.say(f"{self.present.plan.ranks} ranks continue from step {step}")
-        self._log(step, f"resize to {ranks} ranks")
 
     def _continue_from_memory(self) -> int | None:
         """Let the next attempt begin with the state that the remaining ranks have handed over.
@@ -257,7 +259,7 @@ def train_with_restarts(
         RunError: a rank failed, and there are no restarts left.
     """
     attempts = _Attempts(prepared, prepared, say)
-    with _passed_on() as signals, closing(attempts.recovery):
+    with _forward_signals() as signals, closing(attempts.recovery):
         while True:
             try:
                 results = train_once(attempts.attempt(), quiet, signals.start)

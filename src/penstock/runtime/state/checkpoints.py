@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 
@@ -68,14 +68,6 @@ class SeriesContext:
 class Checkpoints:
     """Checkpoints of a run: when they are written, which of them stay, and where training resumes.
 
-        with ps.Checkpoints("runs/a/checkpoints", every="10min", keep=3) as checkpoints:
-            checkpoints.resume(pipe)
-            for x, y in islice(loader, pipe.step, None):
-                loss = pipe.train_batch(x, y)
-                if checkpoints.step(pipe):
-                    break                       # SIGTERM: the checkpoint has been written
-            checkpoints.finish(pipe)
-
     A step pays for a copy of the state to host memory; a thread of every rank writes it. Within
     the `with` block SIGTERM and SIGUSR1 are noted; a signal to any rank counts for all. Every rank
     makes the same calls.
@@ -99,12 +91,13 @@ class Checkpoints:
 
     Examples:
         ```python
-        with Checkpoints("runs/mine", every=100, keep=2) as checkpoints:
+        with ps.Checkpoints("runs/a/checkpoints", every="10min", keep=3) as checkpoints:
             checkpoints.resume(pipe)
-            for x, y in batches:
-                pipe.train_batch(x, y)
+            for x, y in islice(loader, pipe.step, None):
+                loss = pipe.train_batch(x, y)
                 if checkpoints.step(pipe):
-                    break
+                    break  # SIGTERM: the checkpoint has been written
+            checkpoints.finish(pipe)
         ```
     """
 
@@ -131,7 +124,7 @@ class Checkpoints:
         self._begun_step: int | None = None
         self._due = False
         self._seen_step: int | None = None
-        self._polls = self._countdown = 1
+        self._steps_between = self._countdown = 1
         self._agreed_s = self._saved_s = time.monotonic()
 
     def __enter__(self) -> Self:
@@ -174,44 +167,38 @@ class Checkpoints:
                 is whole, or the newest whole one does not fit the pipeline.
         """
         _check_writers(pipe)
-        errors: list[str] = []
-        candidates = self._agreed_candidates(pipe._world, errors)
-        damaged: set[Path] = set()
-        for saved_step, folder in candidates:
+        candidates, problems = self._agreed_candidates(pipe._world)
+        has_rank_0 = 0 in pipe._world.local_ranks
+        for place, (_, folder) in enumerate(candidates):
             try:
                 pipe.load(folder)
             except CheckpointDamaged as error:
-                errors.append(str(error))
-                damaged.add(folder)
-                if 0 in pipe._world.local_ranks:
+                problems.append(str(error))
+                if has_rank_0:
                     self._say(f"skipping the checkpoint {folder}: {error}")
                 continue
             self._seen_step = pipe.step
-            # A checkpoint in memory does not count as saved: then the newest one on the disk does,
-            # unless it is damaged and has to be written again.
-            on_disk = (
-                step
-                for step, other in candidates
-                if other != self._context.memory and other not in damaged
-            )
-            self._begun_step = saved_step if folder != self._context.memory else next(on_disk, None)
+            # A checkpoint in memory does not count as saved: the newest one on the disk does. Those
+            # before the loaded one are damaged, and have to be written again.
+            on_disk = (step for step, other in candidates[place:] if other != self._context.memory)
+            self._begun_step = next(on_disk, None)
             if self._begun_step is not None:
                 self._note_saved(self._begun_step)
-            if 0 in pipe._world.local_ranks:
+            if has_rank_0:
                 set_aside(self.folder, pipe.step)
             return pipe.step
-        if errors:
-            raise CheckpointDamaged(f"{self.folder} has no whole checkpoint: {errors[0]}")
+        if problems:
+            raise CheckpointDamaged(f"{self.folder} has no whole checkpoint: {problems[0]}")
         return None
 
-    def _agreed_candidates(self, world: World, errors: list[str]) -> list[tuple[int, Path]]:
-        """Return steps and folders of the whole checkpoints that any rank sees, newest first.
+    def _agreed_candidates(self, world: World) -> tuple[list[tuple[int, Path]], list[str]]:
+        """Find the whole checkpoints that any rank sees.
 
-        Args:
-            world: the ranks.
-            errors: where the reasons are added why others are not whole.
+        Returns:
+            Their steps and folders, newest first; and why others are not whole, as this process
+            sees it.
         """
-        lines: list[str] = []
+        problems: list[str] = []
         first, *_ = world.local_ranks
 
         def survey() -> list[list[str | int]]:
@@ -222,7 +209,7 @@ class Checkpoints:
             if self._context.memory is not None:
                 others.append(self._context.memory)
             candidates = [*step_folders(self.folder), *filter(Path.exists, others)]
-            whole = whole_checkpoints(candidates, lines.append)
+            whole = whole_checkpoints(candidates, problems.append)
             return [[saved.step, str(saved.folder)] for saved in whole]
 
         report = attempt(first, survey)
@@ -231,15 +218,12 @@ class Checkpoints:
             rows = exchange(world, {first: report})
         check_reports(rows, "nothing was loaded on any rank")
         if first == 0:
-            for line in lines:
-                self._say(line)
-        errors.extend(lines)
+            for problem in problems:
+                self._say(problem)
         step_of_folder = {folder: step for row in rows for step, folder in row.value}
-        return [
-            (step_of_folder[folder], Path(folder))
-            # Within a step by name, so that all ranks try folders in one order.
-            for folder in sorted(step_of_folder, key=lambda name: (-step_of_folder[name], name))
-        ]
+        # Within a step by name, so that all ranks try folders in one order.
+        newest_first = sorted(step_of_folder.items(), key=lambda item: (-item[1], item[0]))
+        return [(step, Path(folder)) for folder, step in newest_first], problems
 
     def _lock_folder(self) -> None:
         """Keep other runs out of the folder until the end of the `with` block.
@@ -349,29 +333,65 @@ class Checkpoints:
             watch.checkpoint_step = step
 
     def _agree(self, pipe: Pipeline) -> None:
-        """Exchange signals and the state of the save between all ranks."""
+        """Exchange signals and the state of the save between all ranks.
+
+        This costs a message and is therefore done every `_AGREE_EVERY_S` only, by the clock of
+        rank 0: by its own clock, a rank would come to it at another step than the others.
+        """
         now = time.monotonic()
         world = pipe._world
         world.calls.enter("Checkpoints.step")
         save, self._signals.save = self._signals.save, False
         end = self._signals.end or self._context.stop_when()
-        row = [int(end), int(save), int(self._job is None or self._job.ready)]
+        ready = self._job is None or self._job.ready
         seconds = self._interval.seconds
         due = seconds is not None and now - self._saved_s >= seconds
-        # Ranks agree from time to time, which costs a message, and on the step of the next time:
-        # by its own clock a rank would come to it at another step than the others.
-        step_s = (now - self._agreed_s) / self._polls
+        step_s = (now - self._agreed_s) / self._steps_between
         steps = round(_AGREE_EVERY_S / max(step_s, 1e-6))
-        ended, save_now, ready, due_now, countdown = _combine(
-            world, row, [int(due), min(max(steps, 1), _MOST_STEPS)]
-        )
-        self.ended = self.ended or bool(ended)
-        self._due = self._due or bool(save_now) or bool(due_now)
-        self._polls = self._countdown = countdown
+        agreed = _combine(world, _Report(end, save, ready, due, min(max(steps, 1), _MOST_STEPS)))
+        self.ended = self.ended or agreed.end
+        self._due = self._due or agreed.save or agreed.due
+        self._steps_between = self._countdown = agreed.steps
         self._agreed_s = time.monotonic()
-        if self._job is not None and ready and self._job.advance():
+        if self._job is not None and agreed.ready and self._job.advance():
             job, self._job = self._job, None
             self._notify_saved(job)
+
+
+class _Report(NamedTuple):
+    """What a process knows when the ranks agree, or what they have agreed on.
+
+    Attributes:
+        end: whether the run has to end; one rank that says so is enough.
+        save: whether a signal has asked for a checkpoint; one rank that says so is enough.
+        ready: whether what is being saved can go on to its next part; all ranks must say so.
+        due: whether a checkpoint is due by its interval in seconds; rank 0 decides.
+        steps: number of steps until the ranks agree again; rank 0 decides.
+    """
+
+    end: bool
+    save: bool
+    ready: bool
+    due: bool
+    steps: int
+
+
+def _combine(world: World, report: _Report) -> _Report:
+    """Return on every rank what the reports of all ranks amount to."""
+    form = TensorForm((len(report),), "int64", wants_grad=False)
+    row = torch.tensor(report, dtype=torch.int64)
+    gathered = world.gather(
+        {rank: [row] for rank in world.local_ranks}, {rank: [form] for rank in range(world.size)}
+    )
+    result = None
+    if gathered:
+        reports = [_Report(*tensor.tolist()) for (tensor,) in gathered.values()]
+        end = any(other.end for other in reports)
+        save = any(other.save for other in reports)
+        ready = all(other.ready for other in reports)
+        result = torch.tensor([end, save, ready, report.due, report.steps], dtype=torch.int64)
+    end, save, ready, due, steps = world.broadcast(result, 0, form).tolist()
+    return _Report(bool(end), bool(save), bool(ready), bool(due), steps)
 
 
 def _check_writers(pipe: Pipeline) -> None:
@@ -386,31 +406,3 @@ def _check_writers(pipe: Pipeline) -> None:
             "ps.Checkpoints does not agree on signals and folders between the processes of the "
             "dimension 'tp' of a mesh: call pipe.save and pipe.load, which all of them support"
         )
-
-
-def _combine(world: World, row: list[int], decisions: list[int]) -> list[int]:
-    """Combine what the ranks know.
-
-    Args:
-        world: the ranks.
-        row: of this process: end, save, ready.
-        decisions: numbers of which rank 0's count.
-
-    Returns:
-        On every rank: whether any rank has end, any has save, and all are ready; and rank 0's
-        decisions.
-    """
-    form = TensorForm((len(row),), "int64", wants_grad=False)
-    gathered = world.gather(
-        {rank: [torch.tensor(row)] for rank in world.local_ranks},
-        {rank: [form] for rank in range(world.size)},
-    )
-    result = None
-    if gathered:
-        rows = torch.stack([tensor for (tensor,) in gathered.values()])
-        # Any rank may ask for an end or a save; what is being saved is ready when it is on all.
-        any_of, all_of = rows.amax(0).tolist(), rows.amin(0).tolist()
-        result = torch.tensor([any_of[0], any_of[1], all_of[2], *decisions])
-    form = TensorForm((len(row) + len(decisions),), "int64", wants_grad=False)
-    combined: list[int] = world.broadcast(result, 0, form).tolist()
-    return combined

@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,14 +30,34 @@ MISSING = object()
 #: two of torch's recurrent modules, which are set again when torch.export replaces parameters.
 TORCHS = frozenset({"_flat_weights", "_flat_weight_refs", *vars(nn.Module())} - {"training"})
 
-_OWN_FILE = torch_module.__file__
+_FILE_OF_MODULE = torch_module.__file__
+
+
+@dataclass(frozen=True)
+class _ModuleReads:
+    """What one forward does with the attributes of one module.
+
+    Attributes:
+        path: the path of the module.
+        attributes: its `__dict__`.
+        before: a copy of it from before the forward.
+        read: the attributes that were read.
+        unchanged_when_read: those of them that the forward had not set when it first read them.
+        contents: of these, if they are mutable, a digest from when they were first read.
+    """
+
+    path: str
+    attributes: dict[str, Any]
+    before: dict[str, Any]
+    read: set[str] = field(default_factory=set)
+    unchanged_when_read: set[str] = field(default_factory=set)
+    contents: dict[str, Any] = field(default_factory=dict)
 
 
 class Reads:
     """Records one forward of a model.
 
     Attributes:
-        names: by the path of a module, the attributes that were read.
         written: by the path of a module, the attributes that the forward has set before it read
             them, or that are caches.
         sizes: by path and name, numbers that the forward has read and then set to a size of its
@@ -57,17 +78,18 @@ class Reads:
         lengths: Collection[int],
     ) -> None:
         self._caches, self._lengths = caches, lengths
+        self.written: dict[str, set[str]] = {}
         self.sizes: dict[tuple[str, str], str] = {}
         self.tables: dict[tuple[str, str], tuple[list[int], torch.dtype]] = {}
-        self._dicts: dict[int, tuple[str, dict[str, Any]]] = {}
+        self._modules: dict[int, _ModuleReads] = {}  # by id of the module's `__dict__`
         for path, module in model.named_modules():
-            self._dicts.setdefault(id(module.__dict__), (path, module.__dict__))
-        self._before = {key: dict(names) for key, (_, names) in self._dicts.items()}
-        self._recorded: set[tuple[int, str]] = set()
-        self._unchanged_when_read: set[tuple[int, str]] = set()
-        self._contents: dict[tuple[int, str], Any] = {}
-        self.names: dict[str, set[str]] = {}
-        self.written: dict[str, set[str]] = {}
+            attributes = module.__dict__
+            self._modules[id(attributes)] = _ModuleReads(path, attributes, dict(attributes))
+
+    @property
+    def names(self) -> dict[str, set[str]]:
+        """By the path of a module, the attributes that were read."""
+        return {module.path: module.read for module in self._modules.values()}
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -82,9 +104,15 @@ class Reads:
 
         def get(module: nn.Module, name: str) -> Any:
             if threading.get_ident() == thread:
-                names = plain(module, "__dict__")
-                if (id(names), name) not in self._recorded:
-                    self._record(names, name)
+                # A module that the forward creates keeps nothing from one call to the next.
+                reads = self._modules.get(id(plain(module, "__dict__")))
+                if reads is not None and name not in reads.read:
+                    if name != "__dict__":
+                        _record(reads, name)
+                    # torch's own methods of a module read `__dict__` without its attributes.
+                    elif sys._getframe(1).f_code.co_filename != _FILE_OF_MODULE:
+                        for attribute in reads.attributes.keys() - reads.read:
+                            _record(reads, attribute)
             return plain(module, name)
 
         module_class.__getattribute__ = get
@@ -96,50 +124,27 @@ class Reads:
             else:
                 # nn.Module inherits this method from object: nothing of the replacement remains.
                 del module_class.__getattribute__
-        self._check_written()
+        for reads in self._modules.values():
+            self._check(reads)
 
-    def _record(self, names: dict[str, Any], name: str) -> None:
-        """Record that an attribute is read. `names` is the `__dict__` of its module."""
-        key = id(names)
-        # A module that the forward creates keeps nothing from one call to the next.
-        if key not in self._dicts:
-            return
-        if name == "__dict__":
-            # torch's own methods of a module read `__dict__` without reading its attributes.
-            if sys._getframe(2).f_code.co_filename != _OWN_FILE:
-                for other in list(names):
-                    if (key, other) not in self._recorded:
-                        self._record(names, other)
-            return
-        self._recorded.add((key, name))
-        path = self._dicts[key][0]
-        self.names.setdefault(path, set()).add(name)
-        value = names.get(name, MISSING)
-        if value is self._before[key].get(name, MISSING):
-            self._unchanged_when_read.add((key, name))
-            # A tensor that is changed in place is refused by its own rule, see `flow`.
-            if is_mutable(value) and not isinstance(value, Tensor):
-                self._contents[key, name] = summary(value)
+    def _check(self, reads: _ModuleReads) -> None:
+        """Reject attributes of a module that go from one call to the next; record caches."""
+        for name in {**reads.before, **reads.attributes}:
+            if name in TORCHS:
+                continue
+            old = reads.before.get(name, MISSING)
+            new = reads.attributes.get(name, MISSING)
+            if name in self._caches.get(reads.path, ()):
+                self._add_written(reads.path, name)
+            elif old is new:
+                self._check_contents(reads, name, new)
+            else:
+                self._check_replaced(reads, name, old, new)
 
-    def _check_written(self) -> None:
-        """Raise an error for attributes that go from one call to the next; record caches."""
-        for key, (path, names) in self._dicts.items():
-            before = self._before[key]
-            for name in {**before, **names}:
-                if name in TORCHS:
-                    continue
-                old, new = before.get(name, MISSING), names.get(name, MISSING)
-                if name in self._caches.get(path, ()):
-                    self._add_written(path, name)
-                elif old is new:
-                    self._check_contents(key, path, name, new)
-                else:
-                    self._check_replaced((key, name), path, old, new)
-
-    def _check_replaced(self, key: tuple[int, str], path: str, old: Any, new: Any) -> None:
+    def _check_replaced(self, reads: _ModuleReads, name: str, old: Any, new: Any) -> None:
         """Check an attribute to which the forward has assigned another object."""
-        name = key[1]
-        if key not in self._unchanged_when_read:
+        path = reads.path
+        if name not in reads.unchanged_when_read:
             pass  # set before it was read: nothing goes from one call to the next
         elif _is_equal(old, new) or _is_cache(old, new):
             if old is None and isinstance(new, Tensor):
@@ -148,21 +153,20 @@ class Reads:
         elif self._is_size(old, new):
             self.sizes[path, name] = str(new)
         else:
-            self._refuse(path, name, f"from {described(old)} to {described(new)}")
+            raise Refused(carried(path, name, f"from {described(old)} to {described(new)}"))
         self._add_written(path, name)
+
+    def _check_contents(self, reads: _ModuleReads, name: str, value: Any) -> None:
+        """Check an attribute that is still the same object, for changes in place."""
+        before = reads.contents.get(name)
+        if before is None or before == summary(value):
+            return
+        if not _only_caches_added(before, value):
+            raise Refused(carried(reads.path, name, "in place"))
+        self._add_written(reads.path, name)
 
     def _add_written(self, path: str, name: str) -> None:
         self.written.setdefault(path, set()).add(name)
-
-    def _check_contents(self, key: int, path: str, name: str, value: Any) -> None:
-        """Check an attribute that is still the same object, for changes in place."""
-        before = self._contents.get((key, name))
-        if before is None or before == summary(value):
-            return
-        if _only_caches_added(before, value):
-            self._add_written(path, name)
-            return
-        self._refuse(path, name, "in place")
 
     def _is_size(self, old: Any, new: Any) -> bool:
         """Return whether an integer was replaced by a size of the inputs."""
@@ -173,8 +177,16 @@ class Reads:
         # 0 and 1 are as likely a flag or a counter as a size.
         return type(new) is int and new > 1 and new in self._lengths
 
-    def _refuse(self, path: str, name: str, how: str) -> None:
-        raise Refused(carried(path, name, how))
+
+def _record(reads: _ModuleReads, name: str) -> None:
+    """Record that the forward reads an attribute for the first time."""
+    reads.read.add(name)
+    value = reads.attributes.get(name, MISSING)
+    if value is reads.before.get(name, MISSING):
+        reads.unchanged_when_read.add(name)
+        # A tensor that is changed in place is refused by its own rule, see `flow`.
+        if is_mutable(value) and not isinstance(value, Tensor):
+            reads.contents[name] = summary(value)
 
 
 def carried(path: str, name: str, how: str) -> str:

@@ -29,7 +29,7 @@ _OPAQUE = (
 )
 _NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
 
-#: Maximum number of objects in one value whose is_mutable are compared; others by identity.
+#: Maximum number of objects in one value whose contents are compared; others by identity.
 _MAX_OBJECTS = 100_000
 
 #: Maximum size in bytes of a NumPy array that is compared as a whole.
@@ -38,11 +38,9 @@ _LARGE = 1 << 20
 
 def is_mutable(value: Any) -> bool:
     """Return whether a value's contents can change while it stays the same object."""
-    return not isinstance(value, (*_ATOMS, *_OPAQUE)) and not _is_frozen(value)
-
-
-def _is_frozen(value: Any) -> bool:
-    return isinstance(value, (tuple, frozenset)) and not any(map(is_mutable, value))
+    if isinstance(value, (*_ATOMS, *_OPAQUE)):
+        return False
+    return not isinstance(value, (tuple, frozenset)) or any(map(is_mutable, value))
 
 
 def summary(value: Any, shared: Collection[int] = (), visited: set[int] | None = None) -> Any:

@@ -8,7 +8,7 @@ parameters, buffers and hooks.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FunctionType
 from typing import Any
 
@@ -28,12 +28,18 @@ from penstock.tracing.python_state.python_values import (
     version_of,
 )
 
-#: Attributes of modules whose members are compared by their identity.
-_MEMBER_DICTS = ("_parameters", "_buffers", "_modules")
-_FORWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-_BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
+#: Attributes of modules whose members are compared by their identity, and what the members are.
+_MEMBER_NAMES = {"_parameters": "parameter", "_buffers": "buffer", "_modules": "submodule"}
+#: Attributes of modules that hold hooks. Tracing again takes account of forward hooks only.
+_HOOK_DIRECTIONS = {
+    "_forward_hooks": "forward",
+    "_forward_pre_hooks": "forward",
+    "_backward_hooks": "backward",
+    "_backward_pre_hooks": "backward",
+}
+#: torch's hooks on the forwards of all modules.
+_GLOBAL_HOOKS = (torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks)
 _COMPARED_SEPARATELY = TORCHS | {"_compiled_call_impl"}
-_KINDS = {"_parameters": "parameter", "_buffers": "buffer", "_modules": "submodule"}
 
 
 @dataclass(frozen=True)
@@ -50,7 +56,7 @@ class Change:
 
 
 @dataclass(frozen=True)
-class _Value:
+class _Variable:
     """A variable in the namespace of a module, a class or a file.
 
     Attributes:
@@ -66,6 +72,11 @@ class _Value:
     key: str
     value: Any
     summary: Any
+
+    @property
+    def present(self) -> Any:
+        """Its present value; `MISSING` if it does not exist now."""
+        return self.names.get(self.key, MISSING)
 
 
 class Watch:
@@ -91,47 +102,47 @@ class Watch:
         self._summaries: dict[int, tuple[Any, Any]] = {}
         self._parts = list(model.named_modules(remove_duplicate=False))
         skipped = _COMPARED_SEPARATELY if modes else _COMPARED_SEPARATELY | {"training"}
-        self._values = list(self._read(reads, skipped, ignored))
+        self._variables = list(self._variables_of(reads, skipped, ignored))
         self._build_lists()
 
     def renew(self) -> None:
         """Compare with the present objects from now on, after `changes` has found no difference."""
-        for number, variable in enumerate(self._values):
-            now = variable.names.get(variable.key, MISSING)
-            self._values[number] = _Value(
-                variable.where, variable.names, variable.key, now, variable.summary
-            )
+        self._variables = [
+            replace(variable, value=variable.present) for variable in self._variables
+        ]
         self._build_lists()
 
     def _build_lists(self) -> None:
         """Build the flat lists that `unchanged` compares."""
-        self._items = [(variable.names, variable.key, variable.value) for variable in self._values]
+        self._items = [
+            (variable.names, variable.key, variable.value) for variable in self._variables
+        ]
         self._contents: list[tuple[Any, Any]] = []
         self._versions: list[tuple[Tensor, int]] = []
         self._arrays: list[tuple[Any, bytes]] = []
         visited: set[int] = set()
-        for variable in self._values:
+        for variable in self._variables:
             for container in containers(variable.value, visited):
                 self._add(container)
-        self._ids: list[tuple[dict[str, Any], list[int], str]] = []
-        self._hooks: list[tuple[Any, list[Any], str, str]] = []
+        # Dicts of members and hooks. Most are empty, and these are compared fastest.
+        self._members: list[tuple[dict[str, Any], list[int]]] = []
+        self._hooks = [(hooks, list(hooks)) for hooks in _GLOBAL_HOOKS]
         self._empty: list[Any] = []
-        for path, part in self._parts:
-            self._watch_structure(path, part)
-        self._hooks += [(hooks, list(hooks), "", "") for hooks in _global_hooks()]
+        for _, part in self._parts:
+            self._watch_structure(part)
 
-    def _watch_structure(self, path: str, part: nn.Module) -> None:
-        """Add a module's members and hooks. Empty dicts, which are most, are compared fastest."""
-        for where in _MEMBER_DICTS:
-            members = vars(part)[where]
+    def _watch_structure(self, part: nn.Module) -> None:
+        """Add a module's members, by their ids, and its hooks, by their keys."""
+        for kind in _MEMBER_NAMES:
+            members = vars(part)[kind]
             if members:
-                self._ids.append((members, [*map(id, members.values())], where))
+                self._members.append((members, [*map(id, members.values())]))
             else:
                 self._empty.append(members)
-        for where in (*_FORWARD_HOOKS, *_BACKWARD_HOOKS):
-            hooks = vars(part)[where]
+        for kind in _HOOK_DIRECTIONS:
+            hooks = vars(part)[kind]
             if hooks:
-                self._hooks.append((hooks, list(hooks), where, path))
+                self._hooks.append((hooks, list(hooks)))
             else:
                 self._empty.append(hooks)
 
@@ -156,14 +167,14 @@ class Watch:
         # All of these dicts were empty: one that is true now has got a member or a hook.
         if any(self._empty):
             return False
-        for members, ids, _ in self._ids:
+        for members, ids in self._members:
             if [*map(id, members.values())] != ids:
                 return False
         for tensor, version in self._versions:
             if tensor._version != version:
                 return False
         return self._contents_unchanged() and all(
-            list(hooks) == keys for hooks, keys, _, _ in self._hooks
+            list(hooks) == keys for hooks, keys in self._hooks
         )
 
     def _contents_unchanged(self) -> bool:
@@ -181,94 +192,92 @@ class Watch:
         changes = [*self._structure_changes()]
         # An object may have changed in place since its digest was stored.
         self._summaries.clear()
-        for variable in self._values:
-            value = variable.names.get(variable.key, MISSING)
-            if self._summary(value) != variable.summary:
-                changes.append(Change(_change_text(variable, value), traceable=True))
+        for variable in self._variables:
+            if self._summary(variable.present) != variable.summary:
+                changes.append(Change(_change_text(variable), traceable=True))
         return changes
 
     def _structure_changes(self) -> Iterator[Change]:
         """Yield the changes of submodules, parameters, buffers and hooks."""
-        # Dicts that were empty are not in `_ids`, hence the default [] below.
-        before = {id(names): ids for names, ids, _ in self._ids}
+        # Dicts that were empty are in neither list, hence the default [] below.
+        ids_before = {id(members): ids for members, ids in self._members}
         for path, part in self._parts:
-            for kind in _MEMBER_DICTS:
-                names = vars(part)[kind]
-                ids = before.get(id(names), [])
-                if [*map(id, names.values())] != ids:
-                    replaced = [key for key, value in names.items() if id(value) not in ids]
-                    listed = ", ".join(f"`{key}`" for key in replaced) or "one fewer"
+            for kind, member in _MEMBER_NAMES.items():
+                members = vars(part)[kind]
+                before = ids_before.get(id(members), [])
+                if [*map(id, members.values())] != before:
+                    new = [name for name, value in members.items() if id(value) not in before]
+                    listed = ", ".join(f"`{name}`" for name in new) or "one fewer"
                     yield Change(
-                        f"the {_KINDS[kind]}s of {path or 'the model'} are others ({listed})",
+                        f"the {member}s of {path or 'the model'} are others ({listed})",
                         traceable=False,
                     )
-        yield from self._hook_changes()
-
-    def _hook_changes(self) -> Iterator[Change]:
-        """Yield the changes of hooks; tracing again takes account of forward hooks only."""
-        keys = {id(hooks): names for hooks, names, _, _ in self._hooks}
+        keys_before = {id(hooks): keys for hooks, keys in self._hooks}
         for path, part in self._parts:
-            for kind in (*_FORWARD_HOOKS, *_BACKWARD_HOOKS):
+            for kind, direction in _HOOK_DIRECTIONS.items():
                 hooks = vars(part)[kind]
-                if list(hooks) != keys.get(id(hooks), []):
-                    direction = "backward" if kind in _BACKWARD_HOOKS else "forward"
+                if list(hooks) != keys_before.get(id(hooks), []):
                     yield Change(
                         f"the {direction} hooks of {path or 'the model'} are others",
-                        direction == "forward",
+                        traceable=direction == "forward",
                     )
-        for hooks, names, kind, _ in self._hooks:
-            # Only hooks of all modules have no kind.
-            if not kind and list(hooks) != names:
-                yield Change("hooks of all modules (register_module_forward_hook) are others", True)
+        for hooks in _GLOBAL_HOOKS:
+            if list(hooks) != keys_before[id(hooks)]:
+                yield Change(
+                    "hooks of all modules (register_module_forward_hook) are others",
+                    traceable=True,
+                )
 
-    def _read(
+    def _variables_of(
         self,
         reads: Mapping[str, Collection[str]],
         skipped: Collection[str],
         ignored: Mapping[str, Collection[str]],
-    ) -> Iterator[_Value]:
+    ) -> Iterator[_Variable]:
         """Yield the variables that are compared."""
         visited: set[tuple[int, str]] = set()  # by id of a namespace, and name
         for path, part in self._parts:
             for key in sorted(set(reads.get(path, ())) - set(ignored.get(path, ()))):
                 if key not in skipped and not key.startswith("__"):
                     where = f"`{key}` of {path or 'the model'}"
-                    yield from self._of_module(part, key, where, visited)
+                    yield from self._attribute_variables(part, key, where, visited)
 
-    def _of_module(
+    def _attribute_variables(
         self, part: nn.Module, key: str, where: str, visited: set[tuple[int, str]]
-    ) -> Iterator[_Value]:
+    ) -> Iterator[_Variable]:
         """Yield an attribute of a module, or what its class has in place of it."""
         names = vars(part)
         if key in names:
-            yield self._value(where, names, key)
+            yield self._variable(where, names, key)
             return
         owner = next((kind for kind in type(part).__mro__ if key in vars(kind)), None)
         if owner is None or owner is nn.Module:
             return
         # Watched although it does not exist: it would take the place of the class's attribute.
-        yield self._value(where, names, key)
+        yield self._variable(where, names, key)
         if is_users_class(owner):
-            yield from self._of_class(owner, key, visited)
+            yield from self._class_variables(owner, key, visited)
 
-    def _of_class(self, kind: type, key: str, visited: set[tuple[int, str]]) -> Iterator[_Value]:
+    def _class_variables(
+        self, kind: type, key: str, visited: set[tuple[int, str]]
+    ) -> Iterator[_Variable]:
         """Yield an attribute of a class, and the globals that it reads if it is a function."""
         if (id(kind), key) in visited:
             return
         visited.add((id(kind), key))
-        yield self._value(f"`{kind.__qualname__}.{key}`", vars(kind), key)
+        yield self._variable(f"`{kind.__qualname__}.{key}`", vars(kind), key)
         value = vars(kind)[key]
         function = getattr(value, "fget", None) or getattr(value, "__func__", value)
         if isinstance(function, FunctionType):
-            yield from self._of_function(function, visited)
+            yield from self._global_variables(function, visited)
             # The function may call those of the same name in the bases by super().
             for base in kind.__mro__[1:]:
                 if key in vars(base) and is_users_class(base) and base is not nn.Module:
-                    yield from self._of_class(base, key, visited)
+                    yield from self._class_variables(base, key, visited)
 
-    def _of_function(
+    def _global_variables(
         self, function: FunctionType, visited: set[tuple[int, str]]
-    ) -> Iterator[_Value]:
+    ) -> Iterator[_Variable]:
         """Yield the globals that a user's function reads: plain values and functions."""
         function = getattr(function, "__wrapped__", function)
         if not isinstance(function, FunctionType) or not is_users(function.__code__.co_filename):
@@ -280,15 +289,15 @@ class Watch:
             visited.add((id(names), key))
             value = names[key]
             if isinstance(value, FunctionType):
-                yield self._value(f"the function `{key}`", names, key)
-                yield from self._of_function(value, visited)
+                yield self._variable(f"the function `{key}`", names, key)
+                yield from self._global_variables(value, visited)
             elif _is_plain(value):
-                yield self._value(f"the global `{key}` of {names.get('__name__')}", names, key)
+                yield self._variable(f"the global `{key}` of {names.get('__name__')}", names, key)
 
-    def _value(self, where: str, names: Any, key: str) -> _Value:
+    def _variable(self, where: str, names: Any, key: str) -> _Variable:
         """Return a variable with its present value."""
         value = names.get(key, MISSING)
-        return _Value(where, names, key, value, self._summary(value))
+        return _Variable(where, names, key, value, self._summary(value))
 
     def _summary(self, value: Any) -> Any:
         """Return a digest of a value, computed once for an object that many modules share."""
@@ -310,15 +319,7 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, (bool, int, float, complex, str, type(None))) and not callable(value)
 
 
-def _global_hooks() -> list[Any]:
-    """Return torch's hooks on the forwards of all modules."""
-    return [
-        torch_module._global_forward_hooks,
-        torch_module._global_forward_pre_hooks,
-    ]
-
-
-def _change_text(variable: _Value, value: Any) -> str:
-    if variable.value is value:
+def _change_text(variable: _Variable) -> str:
+    if variable.value is variable.present:
         return f"{variable.where} has changed in place"
-    return f"{variable.where} was {described(variable.value)} and is {described(value)}"
+    return f"{variable.where} was {described(variable.value)} and is {described(variable.present)}"
