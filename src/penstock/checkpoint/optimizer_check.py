@@ -85,21 +85,18 @@ def _check_tensors(name: str, state: Any, *, shared: bool) -> None:
         shared: whether processes share the parameter; its state is then shared alike.
     """
     for key, value in state.items() if hasattr(state, "items") else ():
-        if shared and isinstance(value, Tensor) and (is_sharded(value) or value.dim()):
-            if is_sharded(value):
-                continue
+        if not isinstance(value, Tensor) or (shared and is_sharded(value)):
+            continue
+        if shared and value.dim():
             raise SettingError(
                 f"a checkpoint cannot hold the state of {name}: {key!r} of a parameter that "
                 "processes share is of this process alone. Use an optimizer whose state has the "
                 "form of the parameter, such as torch.optim.AdamW, or save the weights alone, by "
                 "pipe.state_dict()"
             )
-        if isinstance(value, Tensor) and (
-            type(value) not in (Tensor, nn.Parameter) or value.layout is not torch.strided
-        ):
-            kind = (
-                type(value).__name__ if value.layout is torch.strided else f"{value.layout} tensor"
-            )
+        is_dense = value.layout is torch.strided
+        if type(value) not in (Tensor, nn.Parameter) or not is_dense:
+            kind = type(value).__name__ if is_dense else f"{value.layout} tensor"
             raise SettingError(
                 f"a checkpoint cannot hold the state of {name}: it keeps a {kind} as {key!r}; a "
                 "file can hold dense tensors of torch's own class"

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from penstock.errors import SettingError
 from penstock.modules.state_names import parameters_of
 from penstock.optim.class_names import class_name
+from penstock.optim.optimizer_state import state_device
 from penstock.optim.stage_weights import StageWeights
 from penstock.stage.stage import Stage
 from penstock.values.sharded import copy_whole, whole
@@ -121,12 +122,10 @@ def restore_optimizer(
             if name not in facts:
                 continue
             _restore_options(group, facts[name].options)
-            on_device = group.get("capturable") or group.get("fused")
+            on_device = bool(group.get("capturable") or group.get("fused"))
             state: dict[str, Any] = dict(facts[name].state)
             for key, value in saved_tensors.get(name, {}).items():
-                # Step counters stay on the CPU, where optimizers keep them by default; tensors of
-                # the parameter's shape go to its device.
-                device = parameter.device if value.dim() or on_device else value.device
+                device = state_device(value, parameter, counts_on_device=on_device)
                 state[key] = _copy_like(value, parameter, device)
             if state:
                 optimizer.state[parameter] = state

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -60,12 +60,13 @@ def check_optimizer_state(
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             facts = saved.facts.get(names[parameter])
-            if facts is None:
-                continue
-            _check_class(optimizer, group, facts, findings)
+            if facts is not None:
+                _check_class(optimizer, group, facts, findings)
     # The groups of another optimizer differ anyway, and would only lengthen the message.
     if not findings.rows:
-        _check_groups(optimizer, names, saved, findings)
+        problem = next(_group_problems(optimizer, names, saved), None)
+        if problem is not None:
+            findings.add(problem)
     if type(optimizer).__module__.startswith("torch.optim"):
         _check_shapes(optimizer, names, saved.tensors, findings)
 
@@ -98,48 +99,43 @@ def _check_class(
         )
 
 
-def _check_groups(
-    optimizer: Optimizer, names: Mapping[Tensor, str], saved: OptimizerState, findings: Findings
-) -> None:
-    """Check that the parameters are divided into groups as they were when saved."""
+def _group_problems(
+    optimizer: Optimizer, names: Mapping[Tensor, str], saved: OptimizerState
+) -> Iterator[str]:
+    """Describe where the parameters are not divided into groups as they were when saved."""
     # For each saved group, by file and number: its group here, and the parameter that shows it.
     assigned: dict[tuple[str, int], tuple[int, str]] = {}
     for number, group in enumerate(optimizer.param_groups):
-        first: _SavedGroup | None = None
-        for parameter in group["params"]:
-            current = _saved_group(names[parameter], group, saved)
-            if current is None:
-                continue
-            if first is None:
-                first = current
-            merged = _merged_groups(first, current)
+        saved_groups = _saved_groups(group, names, saved)
+        for current in saved_groups:
+            merged = _merged_groups(saved_groups[0], current)
             if merged:
-                findings.add(merged)
-                return
+                yield merged
             if current.number is None:
                 continue
-            key = current.file, current.number
             assigned_number, assigned_parameter = assigned.setdefault(
-                key, (number, current.parameter)
+                (current.file, current.number), (number, current.parameter)
             )
             if assigned_number != number:
-                findings.add(
+                yield (
                     f"{assigned_parameter} and {current.parameter} were in one parameter group "
                     "when it was saved, and are in two here. Construct the optimizer with the "
                     f"groups that were saved. {ANOTHER_OPTIMIZER}"
                 )
-                return
 
 
-def _saved_group(
-    parameter: str, group: Mapping[str, Any], saved: OptimizerState
-) -> _SavedGroup | None:
-    """Return the saved group of a parameter; None for a parameter without saved state."""
-    facts = saved.facts.get(parameter)
-    if facts is None:
-        return None
-    options = {key: facts.options[key] for key in facts.options.keys() & group.keys()}
-    return _SavedGroup(parameter, saved.files.get(parameter, ""), facts.group, options)
+def _saved_groups(
+    group: Mapping[str, Any], names: Mapping[Tensor, str], saved: OptimizerState
+) -> list[_SavedGroup]:
+    """Return the saved groups of the parameters of a group, of those that have saved state."""
+    saved_groups = []
+    for name in (names[parameter] for parameter in group["params"]):
+        facts = saved.facts.get(name)
+        if facts is not None:
+            options = {key: facts.options[key] for key in facts.options.keys() & group.keys()}
+            file = saved.files.get(name, "")
+            saved_groups.append(_SavedGroup(name, file, facts.group, options))
+    return saved_groups
 
 
 def _merged_groups(first: _SavedGroup, second: _SavedGroup) -> str:

@@ -106,35 +106,36 @@ def _report_errors(command: Callable[..., None]) -> Callable[..., None]:
     def run(*args: object, **kwargs: object) -> None:
         try:
             command(*args, **kwargs)
-        except PenstockError as error:
-            typer.echo(f"error: {error}", err=True)
-            raise SystemExit(1 if isinstance(error, RunError) else 2) from error
-        except OSError as error:
-            if error.errno in _NAME_ERRORS and error.filename:
-                name = shorten(os.fsdecode(error.filename))
-                typer.echo(f"error: cannot open {name}: {error.strerror}", err=True)
-                raise SystemExit(2) from error
-            if error.errno not in _DISK_ERRORS:
-                raise
-            place = f" ({error.filename})" if error.filename else ""
-            typer.echo(f"error: a file cannot be written{place}: {error.strerror}", err=True)
-            raise SystemExit(1) from error
-        except ModuleNotFoundError as error:
-            reason = missing_torch(error, "this command")
-            if reason is None:
-                raise
-            typer.echo(f"error: {reason}", err=True)
-            raise SystemExit(2) from error
-        except (MemoryError, RuntimeError) as error:
-            if not _is_out_of_memory(error):
-                raise
-            cause = shorten(str(error) or type(error).__name__, 200)
-            typer.echo(f"error: there is not enough memory: {cause}. Use smaller sizes", err=True)
-            raise SystemExit(1) from error
         except KeyboardInterrupt as stop:
             raise SystemExit(STOPPED) from stop
+        except Exception as error:
+            outcome = _status_and_message(error)
+            if outcome is None:
+                raise
+            status, message = outcome
+            typer.echo(f"error: {message}", err=True)
+            raise SystemExit(status) from error
 
     return run
+
+
+def _status_and_message(error: Exception) -> tuple[int, str] | None:
+    """Return exit status and message for an error; None for a defect of this program."""
+    if isinstance(error, PenstockError):
+        return 1 if isinstance(error, RunError) else 2, str(error)
+    if isinstance(error, OSError):
+        if error.errno in _NAME_ERRORS and error.filename:
+            return 2, f"cannot open {shorten(os.fsdecode(error.filename))}: {error.strerror}"
+        if error.errno in _DISK_ERRORS:
+            place = f" ({error.filename})" if error.filename else ""
+            return 1, f"a file cannot be written{place}: {error.strerror}"
+    if isinstance(error, ModuleNotFoundError):
+        reason = missing_torch(error, "this command")
+        return None if reason is None else (2, reason)
+    if isinstance(error, (MemoryError, RuntimeError)) and _is_out_of_memory(error):
+        cause = shorten(str(error) or type(error).__name__, 200)
+        return 1, f"there is not enough memory: {cause}. Use smaller sizes"
+    return None
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
@@ -184,13 +185,18 @@ def status(arguments: list[str]) -> int:
     """
     flags = [word for word in arguments if word in _QUIET | _VERBOSE]
     words = flags + [word for word in arguments if word not in flags]
+    code = _run(words, quiet=bool(_QUIET.intersection(flags)))
+    if code == STOPPED:
+        typer.echo("stopped", err=True)
+    return code
+
+
+def _run(words: list[str], *, quiet: bool) -> int:
+    """Run one command and return its exit status, `STOPPED` after Ctrl-C."""
     try:
-        with discarded_output() if _QUIET.intersection(flags) else nullcontext():
+        with discarded_output() if quiet else nullcontext():
             # Commands return None, and `typer.Exit` becomes the status that is returned.
-            code = app(words, standalone_mode=False) or 0
-        if code == STOPPED:  # Ctrl-C before the command begins
-            typer.echo("stopped", err=True)
-        return int(code)
+            return int(app(words, standalone_mode=False) or 0)
     except UsageError as error:
         if error.format_message().startswith("Usage:"):  # the help, if there is no command
             error.show()
@@ -198,15 +204,12 @@ def status(arguments: list[str]) -> int:
             typer.echo(f"error: {usage_message(error, words)}", err=True)
         return 2
     except typer.Abort:  # Ctrl-C before the command begins, in older versions of typer
-        typer.echo("stopped", err=True)
         return STOPPED
     except SystemExit as stop:
         # Typer turns a closed pipe into status 1, while it handles the error.
         if isinstance(stop.__context__, BrokenPipeError):
             return CLOSED_PIPE
-        if stop.code == STOPPED:  # Typer's own status too, for Ctrl-C before the command begins
-            typer.echo("stopped", err=True)
-        elif _VERBOSE.intersection(flags):
+        if _VERBOSE.intersection(words) and stop.code != STOPPED:
             _print_origin(stop)
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
 

@@ -86,11 +86,11 @@ def verify(
     Example: penstock verify --model my_model:make_model --data my_data:load --plan plan.json
     """
     model_settings = replace(flags, model=train).settings()
-    if train is None and model_settings:
-        # The flag of the setting `model_options` is --model-option.
-        flag = next(iter(model_settings)).replace("_", "-").removesuffix("s")
-        raise SettingError(f"--{flag} belongs to --model, which is missing")
     if train is None:
+        if model_settings:
+            # The flag of the setting `model_options` is --model-option.
+            flag = next(iter(model_settings)).replace("_", "-").removesuffix("s")
+            raise SettingError(f"--{flag} belongs to --model, which is missing")
         _refuse_flags(
             "belongs to --train, which is missing",
             plan=plan,
@@ -101,43 +101,47 @@ def verify(
             # A flag without a value is False when it is not set.
             threads=threads or None,
         )
+        checked, lowered = _schedule_to_check(schedule, stages, micro_batches, csv, option)
+        _check(checked, lowered, in_flight_limit, weights, json)
+        return
+    _refuse_flags("does not go with --train", in_flight_limit=in_flight_limit)
+    trained_schedule = None
+    if plan is None:
+        trained_schedule = _schedule_to_train(schedule, stages, micro_batches, csv, option)
     else:
-        _refuse_flags("does not go with --train", in_flight_limit=in_flight_limit)
-        if plan is not None:
-            _refuse_flags(
-                "does not go with --plan, which contains its schedule",
-                schedule=schedule,
-                stages=stages,
-                micro_batches=micro_batches,
-                csv=csv,
-                option=option or None,
-            )
-        settings = {
-            **model_settings,
-            "batch": 16 if batch is None else batch,
-            "autocast": autocast,
-        }
-        trained_schedule = None
-        if plan is None:
-            trained_schedule = _schedule_to_train(schedule, stages, micro_batches, csv, option)
-        agrees = compare_with_one_device(
-            trained_schedule,
-            plan,
-            settings,
-            {"recompute": recompute, "weights": weights},
-            CheckOptions(1e-3 if tolerance is None else tolerance, threads, json),
+        _refuse_flags(
+            "does not go with --plan, which contains its schedule",
+            schedule=schedule,
+            stages=stages,
+            micro_batches=micro_batches,
+            csv=csv,
+            option=option or None,
         )
-        raise typer.Exit(0 if agrees else 1)
+    agrees = compare_with_one_device(
+        trained_schedule,
+        plan,
+        {**model_settings, "batch": 16 if batch is None else batch, "autocast": autocast},
+        {"recompute": recompute, "weights": weights},
+        CheckOptions(1e-3 if tolerance is None else tolerance, threads, json),
+    )
+    raise typer.Exit(0 if agrees else 1)
+
+
+def _schedule_to_check(
+    name: str | None,
+    stages: int | None,
+    micro_batches: int | None,
+    csv: Path | None,
+    option: list[str] | None,
+) -> tuple[Schedule, LoweredSchedule | None]:
+    """Make the schedule of the flags; from a file, with its transfers if it has them."""
     from penstock.schedule.torch_csv.files import load_csv
 
-    names_schedule = not all(flag is None for flag in (schedule, stages, micro_batches))
+    names_schedule = not all(flag is None for flag in (name, stages, micro_batches))
     if csv is None or names_schedule or option:
         # With --csv and another flag, this refuses the combination.
-        checked = options.resolve_schedule(schedule, stages, micro_batches, csv, option)
-        lowered = None
-    else:
-        checked, lowered = load_csv(csv)
-    _check(checked, lowered, in_flight_limit, weights, json)
+        return options.resolve_schedule(name, stages, micro_batches, csv, option), None
+    return load_csv(csv)
 
 
 def _refuse_flags(reason: str, **flags: object) -> None:

@@ -85,12 +85,24 @@ def load_optimizer_state(
                 continue
             if key.startswith(_NUMBER_PREFIX):
                 parameter_state[key.removeprefix(_NUMBER_PREFIX)] = value.item()
-                continue
-            # Counters stay on the CPU, where optimizers keep them; tensors shaped like the
-            # parameter are moved to its device.
-            is_moved = value.dim() or id(parameter) in counts_on_device
-            device = parameter.device if is_moved else value.device
-            parameter_state[key] = value.detach().to(device, copy=True)
+            else:
+                on_device = id(parameter) in counts_on_device
+                device = state_device(value, parameter, counts_on_device=on_device)
+                parameter_state[key] = value.detach().to(device, copy=True)
         optimizer.state.pop(parameter, None)
         if parameter_state:
             optimizer.state[parameter] = parameter_state
+
+
+def state_device(value: Tensor, parameter: Tensor, *, counts_on_device: bool) -> torch.device:
+    """Return the device for loaded state of a parameter.
+
+    Step counters stay on the CPU, where optimizers keep them by default; tensors of the parameter's
+    shape go to its device.
+
+    Args:
+        value: the state.
+        parameter: the parameter.
+        counts_on_device: whether the optimizer is one that keeps the counters there, too.
+    """
+    return parameter.device if value.dim() or counts_on_device else value.device

@@ -134,25 +134,25 @@ class GlobalStep:
         """
         norm, nonfinite = self._unscale(rank) if self.exchanges_norms else (None, 0.0)
         interpreter = self.assembly.interpreters[rank]
-        for stage in interpreter.stages.values():
-            if nonfinite:
+        if interpreter.finite is not None:
+            interpreter.finite.reset()
+        if nonfinite:
+            for stage in interpreter.stages.values():
                 stage.update.skip()
-                continue
+            return norm, nonfinite
+        for stage in interpreter.stages.values():
             if self.options.clip_grad_norm is not None and norm is not None:
                 clip(stage.update.parameters, self.options.clip_grad_norm, norm.to(stage.device))
             stage.update.step()
-        if interpreter.finite is not None:
-            interpreter.finite.reset()
-        if not nonfinite:
-            if self.assembly.zero:
-                # All are sent before any is waited for: ranks may hold several stages, in different
-                # orders.
-                for replicas in interpreter.replicas.values():
-                    replicas.send_updates()
-                for replicas in interpreter.replicas.values():
-                    replicas.receive_updates()
-                interpreter.finish()
-            self.send_tied_weights(rank)
+        if self.assembly.zero:
+            # All are sent before any is waited for: ranks may hold several stages, in different
+            # orders.
+            for replicas in interpreter.replicas.values():
+                replicas.send_updates()
+            for replicas in interpreter.replicas.values():
+                replicas.receive_updates()
+            interpreter.finish()
+        self.send_tied_weights(rank)
         return norm, nonfinite
 
     def record_step(self, results: Mapping[int, tuple[Tensor | None, float]]) -> None:

@@ -327,9 +327,8 @@ class Interpreter:
             error, computing = TransportLost(str(error)), False
             self._waits_for = "the processes that share its layers"
         if isinstance(error, (TransportTimeout, TransportLost)):
-            waits_for = (
-                self._waits_for if isinstance(self._waits_for, str) else f"rank {self._waits_for}"
-            )
+            peer = self._waits_for
+            waits_for = peer if isinstance(peer, str) else f"rank {peer}"
             return self.guard.error(error, waits_for, time.monotonic() - self._waits_since)
         # Only an error of the op itself is this stage's failure: the others name their cause already.
         if (
@@ -367,12 +366,11 @@ class Interpreter:
             if weights is not None:
                 weights.before_forward(micro_batch)
             output = stage.forward(batch, number, arrived)
-            if stage.loss is not None:
-                if self.finite is not None:
-                    self.finite.after_loss(stage, batch, number, op)
-                if context.on_loss is not None:
-                    on_loss = context.on_loss
-                    self.guard.during("its loss to leave", lambda: on_loss(batch))
+            if stage.loss is not None and self.finite is not None:
+                self.finite.after_loss(stage, batch, number, op)
+            if stage.loss is not None and context.on_loss is not None:
+                on_loss = context.on_loss
+                self.guard.during("its loss to leave", lambda: on_loss(batch))
             return output
         if weights is not None:
             weights.before_backward(micro_batch)

@@ -137,11 +137,8 @@ def _events(op_rows: Mapping[int, Sequence[tuple[Op, _OpRow]]], stages: int) -> 
         for op, row in ops:
             wait_s = None if math.isnan(row.wait_start) else max(row.start - row.wait_start, 0.0)
             yield Event(rank, op, row.start, row.end, wait_s=wait_s)
-            message = output_message(op, stages)
-            if row.peer == _NO_PEER or message is None:
-                continue
-            peer = int(row.peer)
-            consumer = consumers.get((peer, message))
+            message, peer = output_message(op, stages), int(row.peer)
+            consumer = None if message is None else consumers.get((peer, message))
             if consumer is not None:
                 # Clocks of hosts agree only to the error of the measured offset.
                 end = max(row.end, _arrival(row, consumer))

@@ -24,7 +24,6 @@ from penstock.stage.gradients.bucket_sum import BucketSum
 from penstock.stage.gradients.replica_messages import Guard, ReplicaMessages
 from penstock.stage.gradients.shared_memory_sum import (
     OpenSegment,
-    SharedArea,
     SharedMemorySum,
     dense,
 )
@@ -125,20 +124,25 @@ class ReplicaGroup:
                 the sums of those parameters that it updates.
         """
         if self._parameters:
-            shards = self.shards if updates else None
-            area = self._shared_area()
-            if area is not None:
-                assert self._shared_memory is not None
-                needed = None if shards is None else shards.is_updated_here
-                self._set_grads(*self._shared_memory.finish(area, needed), {})
-            # Buckets are flat and of fixed sizes, which sparse gradients have not.
-            elif self.buckets is not None and not self._sparse:
-                self._set_grads(*self.buckets.finish(self._parameters), {})
-            elif shards is not None and not self._sparse:
-                self._sum_shards(shards)
-            else:
-                self._sum_in_messages()
+            self._sum_gradients(self.shards if updates else None)
         self._share(UpdateMessage.BUFFERS, self._buffers())
+
+    def _sum_gradients(self, shards: OptimizerShards | None) -> None:
+        """Sum the gradients: all of them, or of ZeRO's shards those that this replica updates."""
+        if self._sparse:  # buckets and shared memory are flat and of fixed sizes
+            self._sum_in_messages()
+            return
+        shared_memory = self._shared_memory
+        area = None if shared_memory is None else shared_memory.area(self._parameters)
+        if shared_memory is not None and area is not None:
+            needed = None if shards is None else shards.is_updated_here
+            self._set_grads(*shared_memory.finish(area, needed), {})
+        elif self.buckets is not None:
+            self._set_grads(*self.buckets.finish(self._parameters), {})
+        elif shards is not None:
+            self._sum_shards(shards)
+        else:
+            self._sum_in_messages()
 
     def send_updates(self) -> None:
         """After a step: send the parameters that this replica has updated for all."""
@@ -179,12 +183,6 @@ class ReplicaGroup:
         """Go on with a sum that has been started, without waiting. Optional."""
         if self.buckets is not None:
             self.buckets.poll()
-
-    def _shared_area(self) -> SharedArea | None:
-        """Return the shared memory for the gradients; None where messages carry them."""
-        if self._shared_memory is None or self._sparse:
-            return None
-        return self._shared_memory.area(self._parameters)
 
     def _sum_in_messages(self) -> None:
         """Sum the gradients by messages to all other replicas."""

@@ -200,26 +200,25 @@ class Stage:
         carried = [] if next_slice is None else tensors_of(slice_state.outgoing)
         if first is not None and self._compares:
             first.note([*outputs, *loss_roots, *carried])
-        requires_grad = tuple([tensor.requires_grad for tensor in (*outputs, *carried)])
         if next_slice is not None:
-            carried_flags = requires_grad[len(outputs) :]
+            carried_flags = tuple([tensor.requires_grad for tensor in carried])
             self._slice_states.store(next_slice, slice_state.outgoing, carried_flags)
         if batch.training:
-            form = self._builder.form(batch, micro_batch)
-            size = inputs.nbytes if recomputed else self.activation_meter.size(form)
-            self._saved[batch.step, micro_batch] = SavedForward(
+            forward = self._saved[batch.step, micro_batch] = SavedForward(
                 inputs,
                 slice_state.incoming,
-                None if recomputed else roots_of(outputs, loss_roots, carried),
-                len(loss_roots),
-                first,
-                saved,
-                size,
-                requires_grad,
-                None if recomputed else loss,
-                InputGrads.of_inputs(inputs),
+                roots=None,
+                loss_root_count=len(loss_roots),
+                first=first,
+                saved=saved,
+                size=inputs.nbytes,
+                requires_grad=tuple([tensor.requires_grad for tensor in (*outputs, *carried)]),
+                input_grads=InputGrads.of_inputs(inputs),
             )
-            self.activation_meter.take(size)
+            if not recomputed:
+                forward.roots, forward.loss = roots_of(outputs, loss_roots, carried), loss
+                forward.size = self.activation_meter.size(self._builder.form(batch, micro_batch))
+            self.activation_meter.take(forward.size)
             # Each of these needs more from a forward than the fast path keeps.
             if not (recomputed or saved or loss_roots[1:] or batch.outputs):
                 self._fast_path.enable(batch, micro_batch, inputs, output)

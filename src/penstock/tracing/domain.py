@@ -58,21 +58,24 @@ class Domain:
 
     def _values_of_symbols(self, tensors: Sequence[Tensor]) -> dict[Any, int] | None:
         """Return the value of each symbol; None if the shapes contradict `sizes`."""
-        values: dict[Any, int] = {}
-        derived = []
+        pairs: list[tuple[Any, int]] = []
         for expected, tensor in zip(self.sizes, tensors, strict=True):
             if len(expected) != tensor.dim():
                 return None
-            for expression, size in zip(expected, tensor.shape, strict=True):
-                if isinstance(expression, int):
-                    if expression != size:
-                        return None
-                elif expression.is_Symbol:
-                    if values.setdefault(expression, size) != size:
-                        return None
-                else:
-                    # Decided below, when the values of all symbols are known.
-                    derived.append((expression, size))
+            pairs += zip(expected, tensor.shape, strict=True)
+        values: dict[Any, int] = {}
+        derived = []
+        for expression, size in pairs:
+            if isinstance(expression, int):
+                matches = expression == size
+            elif expression.is_Symbol:
+                matches = values.setdefault(expression, size) == size
+            else:
+                # Decided below, when the values of all symbols are known.
+                matches = True
+                derived.append((expression, size))
+            if not matches:
+                return None
         if any(expression.xreplace(values) != size for expression, size in derived):
             return None
         return values

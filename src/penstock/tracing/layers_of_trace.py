@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os.path
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -159,13 +160,11 @@ def _name_of_user(names: Sequence[str], ops: range, flow: Flow, node: Any) -> st
     """Return that of a tensor's names which belongs to a module that uses the tensor in `ops`."""
     if len(names) == 1:
         return names[0]
-    for index in ops:
-        if node in flow.order[index].all_input_nodes:
-            for _, path in reversed(stack_of(flow.order[index])):
-                for name in names:
-                    if path and name.startswith(f"{path}."):
-                        return name
-    return names[0]
+    users = [flow.order[index] for index in ops if node in flow.order[index].all_input_nodes]
+    # Innermost modules first.
+    paths = [path for user in users for _, path in reversed(stack_of(user)) if path]
+    matches = (name for path in paths for name in names if name.startswith(f"{path}."))
+    return next(matches, names[0])
 
 
 def _most_similar(name: str, home: Mapping[str, int]) -> int:
@@ -173,12 +172,8 @@ def _most_similar(name: str, home: Mapping[str, int]) -> int:
     parts = name.split(".")
 
     def common_length(other_name: str) -> int:
-        length = 0
-        for part, other_part in zip(parts, other_name.split("."), strict=False):
-            if part != other_part:
-                break
-            length += 1
-        return length
+        # Of two lists it compares the items.
+        return len(os.path.commonprefix([parts, other_name.split(".")]))  # noqa: RUF071
 
     best = max(home, key=common_length, default=None)
     return 0 if best is None else home[best]

@@ -358,9 +358,9 @@ class _Training:
             self._finish_step(loss, len(x), seconds, show_busy=record)
             if step < end:  # the epoch's last step is complete with the evaluation
                 self.live.commit(step)
-            if self.checkpoints is not None and step < end and self.checkpoints.step(self.pipe):
-                result.stopped = True
-                break
+                if self.checkpoints is not None and self.checkpoints.step(self.pipe):
+                    result.stopped = True
+                    break
         result.conditions = meter.conditions()
         if recorded:
             result.timeline, result.timeline_step_s = median_recording(recorded)
