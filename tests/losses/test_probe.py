@@ -16,7 +16,7 @@ from penstock.losses.probe import (
     ReturnsCount,
     consistent,
     readings,
-    repeated,
+    repeat_samples,
 )
 
 
@@ -180,14 +180,14 @@ def test_outputs_are_repeated_to_as_many_samples(dim):
     """Several rows per sample stay together; other leaves are as they are."""
     output = torch.arange(12.0).reshape(4, 3) if dim == 0 else torch.arange(12.0).reshape(3, 4)
     for size in (1, 2, 3, 5):
-        found = repeated({"x": output, "n": 3}, dim, 2, size)
+        found = repeat_samples({"x": output, "n": 3}, dim, 2, size)
         rows = [place % 4 for place in range(2 * size)]
         assert torch.equal(found["x"], output.index_select(dim, torch.tensor(rows)))
         assert found["n"] == 3
     with pytest.raises(SettingError, match="has no 3 samples"):
-        repeated(output, dim, 3, 1)
+        repeat_samples(output, dim, 3, 1)
     with pytest.raises(SettingError, match=r"an output of \(\) has no 1 samples"):
-        repeated(torch.ones(()), 0, 1, 1)
+        repeat_samples(torch.ones(()), 0, 1, 1)
 
 
 def test_outputs_of_the_second_part_are_changed_in_five_ways():
@@ -200,7 +200,7 @@ def test_outputs_of_the_second_part_are_changed_in_five_ways():
 
     pair = pair_of((2, 3))
     readings(loss, pair)
-    rows = repeated(pair.output, 0, 3, 3)
+    rows = repeat_samples(pair.output, 0, 3, 3)
     changed = [
         rows.roll(1, 0),
         rows.flip(-1),

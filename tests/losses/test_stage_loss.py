@@ -8,7 +8,14 @@ from torch.nn import functional
 
 from penstock.batches.batch import make_batch
 from penstock.errors import SettingError
-from penstock.losses.stage_loss import LossOptions, StageLoss, Starts, reported, total, zero_loss
+from penstock.losses.stage_loss import (
+    LossOptions,
+    StageLoss,
+    Starts,
+    reported_loss,
+    total,
+    zero_loss,
+)
 
 CPU = torch.device("cpu")
 
@@ -90,10 +97,10 @@ def test_what_is_reported_has_the_weight_and_the_side_losses_their_share():
     assert not total(sides).requires_grad
     for weights, expected in (([0.5, 0.5], 4.5), ([0.25, 0.75], 3.75)):
         batch.loss_weights = weights
-        value = reported(batch, 0, loss, sides)
+        value = reported_loss(batch, 0, loss, sides)
         assert value.item() == expected
         assert not value.requires_grad
-        assert reported(batch, 0, loss, []).item() == 3.0 * weights[0]
+        assert reported_loss(batch, 0, loss, []).item() == 3.0 * weights[0]
 
 
 def test_a_loss_without_weight_has_gradients_of_zero_whatever_its_value():

@@ -10,7 +10,7 @@ from penstock.losses.symbolic import (
     Unpredictable,
     evaluate,
     outputs_like,
-    resized,
+    resized_shape,
     without_stage_hooks,
 )
 from penstock.losses.terms import UnknownForm, terms_of
@@ -98,20 +98,20 @@ def test_what_cannot_be_evaluated_is_an_unknown_form():
 
 def test_shapes_follow_samples_and_tokens():
     """Rows may be samples, or tokens of all samples; other dimensions stay."""
-    assert resized((), (3, 0), (5, 0)) == ()
-    assert resized((3, 4), (3, 0), (5, 0)) == (5, 4)
-    assert resized((6, 4), (3, 0), (5, 0)) == (10, 4)
-    assert resized((3, 7, 4), (3, 7), (5, 2)) == (5, 2, 4)
-    assert resized((3, 7), (3, 7), (3, 2)) == (3, 2)
-    assert resized((21, 4), (3, 7), (5, 2)) == (10, 4)
-    assert resized((3, 4), (3, 7), (5, 7)) == (5, 4)
+    assert resized_shape((), (3, 0), (5, 0)) == ()
+    assert resized_shape((3, 4), (3, 0), (5, 0)) == (5, 4)
+    assert resized_shape((6, 4), (3, 0), (5, 0)) == (10, 4)
+    assert resized_shape((3, 7, 4), (3, 7), (5, 2)) == (5, 2, 4)
+    assert resized_shape((3, 7), (3, 7), (3, 2)) == (3, 2)
+    assert resized_shape((21, 4), (3, 7), (5, 2)) == (10, 4)
+    assert resized_shape((3, 4), (3, 7), (5, 7)) == (5, 4)
     for shape, extents, new in (
         ((4, 2), (3, 0), (5, 0)),
         ((3, 4), (3, 7), (5, 2)),
         ((6,), (3, 7), (3, 1)),
     ):
         with pytest.raises(UnknownForm, match="an output of"):
-            resized(shape, extents, new)
+            resized_shape(shape, extents, new)
 
 
 def test_only_floating_point_leaves_of_outputs_require_gradients():

@@ -16,7 +16,7 @@ from penstock.event import Event, Timeline
 from penstock.schedule.op import Op
 from penstock.store import write_json
 from penstock.training.config import TrainConfig
-from penstock.training.hosts import _job, _resumed, timeline_of_ranks
+from penstock.training.hosts import _job, _resume_config, timeline_of_ranks
 from penstock.training.run_checkpoints import SINGLE_CHECKPOINT
 
 
@@ -57,13 +57,13 @@ def test_a_job_of_torchrun_continues_its_run_after_every_change_of_its_hosts(
     refused, also after it has been restarted.
     """
     save_checkpoint(tmp_path)
-    assert _resumed(begun).resume
+    assert _resume_config(begun).resume
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "another")
-    assert _resumed(begun) == begun
+    assert _resume_config(begun) == begun
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert _resumed(begun) == begun
+    assert _resume_config(begun) == begun
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    assert _resumed(begun).resume, "torchrun alone knows whether it is the same job"
+    assert _resume_config(begun).resume, "torchrun alone knows whether it is the same job"
 
 
 def test_a_job_of_torchrun_begins_anew_if_it_was_restarted_before_the_first_checkpoint(
@@ -71,10 +71,10 @@ def test_a_job_of_torchrun_begins_anew_if_it_was_restarted_before_the_first_chec
 ):
     """The folder of another job stays as it is: a new run there is refused later."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "another")
-    assert _resumed(begun) == begun
+    assert _resume_config(begun) == begun
     assert (tmp_path / "config.yaml").exists()
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "mine")
-    assert _resumed(begun) == begun
+    assert _resume_config(begun) == begun
     assert not (tmp_path / "config.yaml").exists()
     assert not (tmp_path / "metrics.jsonl").read_text()
 
@@ -83,9 +83,9 @@ def test_a_job_of_torchrun_without_an_id_is_that_of_its_agent(begun, tmp_path, m
     """Which restarts the ranks of a single host, or of hosts that stay the same."""
     save_checkpoint(tmp_path)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    assert _resumed(begun) == begun
+    assert _resume_config(begun) == begun
     write_json(tmp_path / "job.json", _job())
-    assert _resumed(begun).resume
+    assert _resume_config(begun).resume
 
 
 def _train(folder, changes):

@@ -407,7 +407,7 @@ def test_native_code_that_does_not_return_is_ended_two_seconds_after_the_limit(
 
     monkeypatch.setattr(process_group, "threading", SimpleNamespace(Event=Done, Thread=thread))
     monkeypatch.setattr(process_group.os, "_exit", statuses.append)
-    with pytest.raises(KeyError), process_group._limited(7.4, 3):  # noqa: PT012
+    with pytest.raises(KeyError), process_group._time_limit(7.4, 3):  # noqa: PT012
         if not ends:
             targets[0]()
         raise KeyError

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from penstock.errors import RunError
-from penstock.values.structure import flatten, labelled, map_tensors, tensors_of, unflatten
+from penstock.values.structure import flatten, labelled_leaves, map_tensors, tensors_of, unflatten
 
 H = torch.arange(6.0).reshape(2, 3)
 
@@ -191,7 +191,7 @@ def test_a_sparse_tensor_is_its_indices_and_values():
 def test_places_are_named_as_in_python():
     """Messages and comparisons name what is where."""
     value = (Frozen(H), {"a": [H + 1]}, Plain(H + 2))
-    assert [place for place, _ in labelled(value)] == [
+    assert [place for place, _ in labelled_leaves(value)] == [
         "[0].h",
         "[0].depth",
         "[1]['a'][0]",

@@ -26,7 +26,7 @@ from penstock.batches.splitting import (
 from penstock.errors import SettingError
 from penstock.schedule.slicing import Slicing
 from penstock.values.constants import describe
-from penstock.values.storage import overlapping
+from penstock.values.storage import overlapping_pairs
 from penstock.values.structure import flatten, tensors_of
 
 
@@ -330,7 +330,7 @@ def _describe_inputs(x: Any) -> tuple[object, str]:
         return (_tensor_form(x),), ""
     leaves, structure = flatten(x)
     forms = [_tensor_form(leaf) if isinstance(leaf, Tensor) else describe(leaf) for leaf in leaves]
-    shared = overlapping([leaf for leaf in leaves if isinstance(leaf, Tensor)])
+    shared = overlapping_pairs([leaf for leaf in leaves if isinstance(leaf, Tensor)])
     return (*forms, shared), structure.describe()
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from penstock.batches.splitting import sample_count
 from penstock.errors import SettingError
-from penstock.values.storage import overlapping
+from penstock.values.storage import overlapping_pairs
 from penstock.values.structure import map_tensors, tensors_of
 
 
@@ -58,7 +58,7 @@ class BatchPart:
             )
         # A view may have strides or share memory, which the processes without these values cannot
         # know; what is known of a batch must be the same everywhere.
-        shared = bool(overlapping(_distinct(tensors_of(self.value))))
+        shared = bool(overlapping_pairs(_distinct(tensors_of(self.value))))
         copied = map_tensors(lambda leaf: _contiguous(leaf, shared=shared), self.value)
         object.__setattr__(self, "value", copied)
 

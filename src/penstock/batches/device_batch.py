@@ -134,6 +134,6 @@ def copy_to(tensor: Tensor, device: torch.device) -> Tensor:
     return pinned.to(device, non_blocking=True)
 
 
-def moved(tensor: Tensor | None, device: torch.device) -> Tensor | None:
+def to_device(tensor: Tensor | None, device: torch.device) -> Tensor | None:
     """Return a tensor on a device; None if there is none."""
     return None if tensor is None else tensor.to(device)

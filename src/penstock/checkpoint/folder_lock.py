@@ -43,7 +43,7 @@ class FolderLock:
     def __init__(self, folder: Path) -> None:
         check_files(folder)
         self._path = folder / _LOCK
-        self._descriptor = _locked(self._path)
+        self._descriptor = _lock_file(self._path)
         if self._descriptor is not None:
             owner = json.dumps(f"process {os.getpid()} on {socket.gethostname()}")
             with suppress(OSError):  # a full disk
@@ -54,7 +54,7 @@ class FolderLock:
         """Let other runs use the folder."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
-            # Removed while it is locked: a run that has opened it meanwhile notices, see `_locked`.
+            # Removed while it is locked: a run that has opened it meanwhile notices, see `_lock_file`.
             with suppress(OSError):
                 self._path.unlink()
             os.close(descriptor)
@@ -107,7 +107,7 @@ def _kind(mode: int) -> str:
     return "a socket" if stat.S_ISSOCK(mode) else "a device"
 
 
-def _locked(path: Path) -> int | None:
+def _lock_file(path: Path) -> int | None:
     """Lock a file that is made if necessary.
 
     Returns:

@@ -45,7 +45,7 @@ from penstock.grad.saved_version import SavedVersion
 from penstock.plan.segments import segments
 from penstock.values.deferred_checks import DeferredChecks
 from penstock.values.rare_checks import is_due
-from penstock.values.storage import copy_of, overlapping
+from penstock.values.storage import copy_of, overlapping_pairs
 from penstock.values.structure import Structure, flatten, unflatten
 
 
@@ -152,7 +152,7 @@ class _Segment(Generic[L]):
         inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         copies_input = self._changes_input.get(training, True)
         versions = [leaf._version for leaf in inputs]
-        shared = overlapping(inputs)
+        shared = overlapping_pairs(inputs)
         forward = _Forward(self, call, _Input(leaves, form, copies_input))
         with torch.autograd.graph.saved_tensors_hooks(forward.pack, _unpack):
             for layer in self.layers:

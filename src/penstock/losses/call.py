@@ -90,13 +90,13 @@ class LossCall:
         assert batch.targets is not None
         if not self._on_host:
             return device_batch(batch, self.device).part(TARGETS, number)
-        return self._moved(batch.targets[number])
+        return self._to_device(batch.targets[number])
 
     def whole_target(self, batch: Batch) -> Any:
         """Return the targets of the batch, on the device."""
         if not self._on_host:
             return device_batch(batch, self.device).whole(TARGETS)
-        return self._moved(batch.whole[1])
+        return self._to_device(batch.whole[1])
 
     def host_target(self, batch: Batch, number: int | None) -> Any | None:
         """Return targets in host memory, from which a loss's counts can be read without waiting for
@@ -115,7 +115,7 @@ class LossCall:
         target = batch.whole[1] if number is None else (batch.targets or [])[number]
         return target if all(leaf.is_cpu for leaf in tensors_of(target)) else None
 
-    def _moved(self, target: Any) -> Any:
+    def _to_device(self, target: Any) -> Any:
         if type(target) is Tensor:
             return target.to(self.device)
         return map_tensors(lambda leaf: leaf.to(self.device), target)

@@ -49,7 +49,7 @@ def check_loss(traced: TracedChain, loss: object) -> None:
             f"loss= is a function from the model's output and the targets to a number, not {loss!r}"
         )
     model_parameters = {id(parameter) for _, parameter in traced.named_parameters()}
-    for place, value in _referred(loss):
+    for place, value in _referred_objects(loss):
         weights = _trainable(value, model_parameters)
         if weights:
             raise SettingError(
@@ -76,7 +76,7 @@ def _trainable(value: object, excluded: set[int]) -> list[tuple[str, Tensor]]:
     return [(name, tensor) for name, tensor in named if tensor.requires_grad]
 
 
-def _referred(loss: object) -> Iterator[tuple[str, object]]:
+def _referred_objects(loss: object) -> Iterator[tuple[str, object]]:
     """Yield the modules and tensors that a loss refers to, each once, with their place."""
     visited: set[int] = set()
     stack: list[tuple[str, object, int]] = [("loss=", loss, 0)]

@@ -165,18 +165,19 @@ def readings(loss: Loss, pair: Pair, *, brief: bool = False) -> list[Reading]:
     Raises:
         Exception: any exception of the loss on the model's own outputs.
     """
-    results = [_reading(loss, pair, _rolled)]
-    for change in () if brief else (_mirrored, _moved, _amplified, _attenuated):
+    results = [_evaluate_pair(loss, pair, _roll_samples)]
+    for change in () if brief else (_flip_features, _shift_values, _amplify, _attenuate):
         # A loss may refuse values that its model never returns, such as negative probabilities.
         with suppress(ArithmeticError, LookupError, RuntimeError, TypeError, ValueError):
-            results.append(_reading(loss, pair, change))
+            results.append(_evaluate_pair(loss, pair, change))
     return [reading for reading in results if reading.finite]
 
 
-def _reading(loss: Loss, pair: Pair, change: Change) -> Reading:
+def _evaluate_pair(loss: Loss, pair: Pair, change: Change) -> Reading:
     """Evaluate the loss on the model's outputs for one part, and changed ones for the other."""
     outputs = [
-        _output(pair, size, change if second else _same) for second, size in enumerate(pair.sizes)
+        _output(pair, size, change if second else _identity)
+        for second, size in enumerate(pair.sizes)
     ]
     first = _evaluate(loss, outputs[0], pair.targets[0])
     second = _evaluate(loss, outputs[1], pair.targets[1])
@@ -237,11 +238,11 @@ def consistent(
 
 def _output(pair: Pair, size: int, change: Change) -> Any:
     """Return an output for `size` samples or tokens, changed by `change`."""
-    outputs = repeated(pair.output, pair.dim, pair.count, size)
-    return _mapped(outputs, change, pair.dim)
+    outputs = repeat_samples(pair.output, pair.dim, pair.count, size)
+    return _map_leaves(outputs, change, pair.dim)
 
 
-def repeated(output: Any, dim: int, count: int, size: int) -> Any:
+def repeat_samples(output: Any, dim: int, count: int, size: int) -> Any:
     """Return an output for `size` samples or tokens, by repeating the `count` that there are.
 
     Raises:
@@ -255,28 +256,28 @@ def repeated(output: Any, dim: int, count: int, size: int) -> Any:
         places = torch.arange(size * rows, device=leaf.device) % leaf.shape[dim]
         return leaf.index_select(dim, places)
 
-    return _mapped(output, chosen, dim)
+    return _map_leaves(output, chosen, dim)
 
 
-def _mapped(value: Any, change: Change, dim: int) -> Any:
+def _map_leaves(value: Any, change: Change, dim: int) -> Any:
     return map_tensors(lambda leaf: change(leaf, dim), value)
 
 
-def _same(leaf: Tensor, _: int) -> Tensor:
+def _identity(leaf: Tensor, _: int) -> Tensor:
     return leaf
 
 
-def _rolled(leaf: Tensor, dim: int) -> Tensor:
+def _roll_samples(leaf: Tensor, dim: int) -> Tensor:
     """Return the samples in another order, whose values the loss supports."""
     return leaf.roll(1, dim)
 
 
-def _mirrored(leaf: Tensor, dim: int) -> Tensor:
+def _flip_features(leaf: Tensor, dim: int) -> Tensor:
     """Return the features in another order; probabilities stay probabilities."""
     return leaf.flip(-1) if leaf.dim() > dim + 1 and leaf.is_floating_point() else leaf
 
 
-def _moved(leaf: Tensor, _: int) -> Tensor:
+def _shift_values(leaf: Tensor, _: int) -> Tensor:
     """Return other values: probabilities and rates halved, all others shifted down."""
     if not leaf.is_floating_point() or not leaf.numel():
         return leaf
@@ -285,14 +286,14 @@ def _moved(leaf: Tensor, _: int) -> Tensor:
     return leaf - (leaf.mean() + leaf.std(correction=0) / 2)
 
 
-def _amplified(leaf: Tensor, dim: int) -> Tensor:
+def _amplify(leaf: Tensor, dim: int) -> Tensor:
     """Return larger values if there are values below 0; others may be probabilities."""
     if not leaf.is_floating_point() or bool((leaf >= 0).all()):
-        return _mirrored(leaf, dim)
+        return _flip_features(leaf, dim)
     return leaf * 4
 
 
-def _attenuated(leaf: Tensor, _: int) -> Tensor:
+def _attenuate(leaf: Tensor, _: int) -> Tensor:
     """Return smaller values, as late in the training."""
     return leaf / 8 if leaf.is_floating_point() else leaf
 
@@ -328,7 +329,7 @@ def _evaluate(loss: Loss, output: Any, target: Any) -> _Evaluation:
         leaves.append(leaf.detach().clone().requires_grad_())
         return leaves[-1].clone()  # the loss may change it in place, which a leaf forbids
 
-    value = loss(map_tensors(as_leaf, output), copied(target))
+    value = loss(map_tensors(as_leaf, output), clone_tensors(target))
     if isinstance(value, tuple):
         raise ReturnsCount
     gradients: Sequence[Tensor | None] = [None] * len(leaves)
@@ -344,6 +345,6 @@ def _evaluate(loss: Loss, output: Any, target: Any) -> _Evaluation:
     return _Evaluation(float(value.detach()), value.dtype, filled, functions)
 
 
-def copied(value: Any) -> Any:
+def clone_tensors(value: Any) -> Any:
     """Return a value with cloned tensors, which may be changed in place."""
     return map_tensors(Tensor.clone, value)

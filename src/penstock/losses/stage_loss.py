@@ -98,7 +98,7 @@ class StageLoss:
             self._weights.check(batch, micro_batch, loss)
         # A recomputed forward comes a second time; the first loss is the one that is reported.
         if micro_batch not in batch.losses:
-            batch.losses[micro_batch] = reported(batch, micro_batch, loss, sides)
+            batch.losses[micro_batch] = reported_loss(batch, micro_batch, loss, sides)
         return loss
 
     def targets(self, batch: Batch, number: int) -> list[Tensor]:
@@ -174,11 +174,11 @@ class StageLoss:
         batch.loss_weights = [1.0] * len(batch.inputs)
         loss, share = self._joint.of(batch, number, value)
         if number not in batch.losses:
-            batch.losses[number] = reported(batch, number, one_number(share), sides)
+            batch.losses[number] = reported_loss(batch, number, one_number(share), sides)
         return loss
 
 
-def reported(batch: Batch, number: int, loss: Tensor, sides: Sequence[Tensor]) -> Tensor:
+def reported_loss(batch: Batch, number: int, loss: Tensor, sides: Sequence[Tensor]) -> Tensor:
     """Return a micro-batch's part of the reported loss.
 
     It is the loss times its weight, plus the side losses times the micro-batch's share of the

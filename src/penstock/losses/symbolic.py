@@ -77,7 +77,7 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func in _INDICES:
             args = (args[0], [part for index in args[1] for part in self._index(index)], *args[2:])
         elif func is _aten.masked_select.default:
-            return self._selected(args[0], args[1])
+            return self._masked_select(args[0], args[1])
         elif func in _NLL:
             return self._nll(args)
         elif func is _aten._log_softmax.default:
@@ -103,7 +103,7 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # A mask stands for as many indices as it has dimensions.
         return [torch.empty(count, dtype=torch.int64, device="meta")] * index.dim()
 
-    def _selected(self, value: Tensor, mask: Tensor) -> Tensor:
+    def _masked_select(self, value: Tensor, mask: Tensor) -> Tensor:
         """Return a meta tensor of as many elements as the mask selects."""
         if mask.is_meta or not value.is_meta:
             raise UnknownForm("a selection by outputs")
@@ -162,13 +162,13 @@ def outputs_like(value: Any, extents: tuple[int, int], new_extents: tuple[int, i
     def like(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
-        shape = resized(tuple(leaf.shape), extents, new_extents)
+        shape = resized_shape(tuple(leaf.shape), extents, new_extents)
         return torch.empty(shape, dtype=leaf.dtype, device="meta").requires_grad_(is_float(leaf))
 
     return map_tensors(like, value)
 
 
-def resized(
+def resized_shape(
     shape: tuple[int, ...], extents: tuple[int, int], new_extents: tuple[int, int]
 ) -> tuple[int, ...]:
     """Return the shape of an output for other samples and tokens; see `outputs_like`."""

@@ -231,17 +231,17 @@ def _number(value: Any) -> float:
     return float(value)
 
 
-def _multiplied(node: Any) -> tuple[float, Any]:
+def _multiplication(node: Any) -> tuple[float, Any]:
     multiplied = _only_input(node)
     is_first = node.next_functions[0][0] is multiplied
     return _number(node._saved_other if is_first else node._saved_self), multiplied
 
 
-def _multiplied_by_number(node: Any) -> tuple[float, Any]:
+def _multiplication_by_number(node: Any) -> tuple[float, Any]:
     return _number(node._saved_other), _only_input(node)
 
 
-def _divided(node: Any) -> tuple[float, Any]:
+def _division(node: Any) -> tuple[float, Any]:
     """Return the factor of a division by a constant, and the node that it divides."""
     if node.next_functions[0][0] is None:
         raise UnknownForm("a division by what depends on outputs")
@@ -250,10 +250,10 @@ def _divided(node: Any) -> tuple[float, Any]:
 
 
 _SCALING: dict[str, Callable[[Any], tuple[float, Any]]] = {
-    "MulBackward0": _multiplied,
-    "MulBackward1": _multiplied_by_number,
-    "DivBackward0": _divided,
-    "DivBackward1": _divided,
+    "MulBackward0": _multiplication,
+    "MulBackward1": _multiplication_by_number,
+    "DivBackward0": _division,
+    "DivBackward1": _division,
 }
 
 

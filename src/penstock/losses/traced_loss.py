@@ -166,7 +166,7 @@ class _Reading:
         first, second = node.args[0], node.args[1]
         if times and (not isinstance(first, fx.Node) or self._is_computable(first)):
             first, second = second, first
-        return self._scaled(self.terms(_node(first)), second, times)
+        return self._scale_terms(self.terms(_node(first)), second, times)
 
     def _sum(self, node: fx.Node) -> list[float | None]:
         """Return the terms of both operands; a value that depends on no output is a constant."""
@@ -195,7 +195,7 @@ class _Reading:
         flow = self.variant.flow
         return node in flow.recomputed or node in flow.constants
 
-    def _scaled(self, terms: list[float | None], by: Any, times: bool) -> list[float | None]:
+    def _scale_terms(self, terms: list[float | None], by: Any, times: bool) -> list[float | None]:
         """Return terms multiplied or divided by a value."""
         if not isinstance(by, fx.Node):
             return terms  # a number, the same for all micro-batches

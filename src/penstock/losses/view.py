@@ -17,9 +17,9 @@ from penstock.losses.probe import (
     Draws,
     Pair,
     Reading,
-    copied,
+    clone_tensors,
     readings,
-    repeated,
+    repeat_samples,
 )
 from penstock.losses.symbolic import Evaluation, evaluate, outputs_like, without_stage_hooks
 from penstock.losses.terms import UnknownForm, detached
@@ -192,13 +192,13 @@ class View:
             Exception: any exception of the loss on it.
         """
         (samples, tokens), (others, lengths) = self.extents(self.number), self.extents(number)
-        output = repeated(self._output(), 0, samples, others)
+        output = repeat_samples(self._output(), 0, samples, others)
         if tokens != lengths:
-            output = repeated(output, 1, tokens, lengths)
-        target = copied(self.call.target(self.batch, number))
+            output = repeat_samples(output, 1, tokens, lengths)
+        target = clone_tensors(self.call.target(self.batch, number))
         with torch.no_grad(), drawing(self.call.device):
             seed_generators(self.call.device, 0)
-            return self.call.untouched()(copied(output), target)
+            return self.call.untouched()(clone_tensors(output), target)
 
     def _output(self) -> Any:
         """Return the available output without its graph."""

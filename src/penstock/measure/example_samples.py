@@ -30,7 +30,7 @@ def tensors_in(value: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
-def resized(example: Any, size: int, device: torch.device) -> Any:
+def resize_example(example: Any, size: int, device: torch.device) -> Any:
     """Return `example` repeated or cut to `size` samples, on the device."""
 
     def resize(leaf: Any) -> Any:
@@ -50,4 +50,4 @@ def example_to_trace(example: Any) -> Any:
     Raises:
         SettingError: see `checked_tensors`.
     """
-    return resized(example, 2, checked_tensors(example)[0].device)
+    return resize_example(example, 2, checked_tensors(example)[0].device)

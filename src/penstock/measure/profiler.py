@@ -26,7 +26,12 @@ from penstock.measure.device_kinds import (
     processor_name,
     unlike_devices_error,
 )
-from penstock.measure.example_samples import checked_tensors, example_to_trace, resized, tensors_in
+from penstock.measure.example_samples import (
+    checked_tensors,
+    example_to_trace,
+    resize_example,
+    tensors_in,
+)
 from penstock.measure.host_timings import host_timings
 from penstock.measure.pass_rounds import PassSeries, Progress, run_in_turn
 from penstock.measure.replicable import moving_layers, with_single_copy_reasons
@@ -170,7 +175,7 @@ class _ChainBenchmark:
         # What is saved whatever the size, such as a table of positions, counts per sample: it would
         # weigh most with a single one.
         size = next((size for size in sizes if size > 1), sizes[0])
-        value = resized(example, size, self.device)
+        value = resize_example(example, size, self.device)
         saved_bytes, entry_bytes = self.activation_bytes(value, size)
         update = self.update()
         machine = machine_facts(self.device)
@@ -202,7 +207,7 @@ class _ChainBenchmark:
             conditions=combine_conditions(rank_conditions),
         )
         self._set_targets(size)
-        value = resized(example, size, self.device)
+        value = resize_example(example, size, self.device)
         moving = moving_layers(self.traced, self.modules, value, self.device)
         return with_single_copy_reasons(measured, self.traced, moving)
 
@@ -213,7 +218,9 @@ class _ChainBenchmark:
         """
         self._set_targets(1)
         try:
-            self._passes(range(len(self.modules))).output_for(resized(example, 1, self.device))
+            self._passes(range(len(self.modules))).output_for(
+                resize_example(example, 1, self.device)
+            )
         except LayerFailed:
             return False
         return True
@@ -241,7 +248,7 @@ class _ChainBenchmark:
         set_targets()
         # Once: every timed pass starts from the input of this rank's first layer.
         layers_before = self._passes(range(layers.start))
-        value = layers_before.output_for(resized(example, size, self.device))
+        value = layers_before.output_for(resize_example(example, size, self.device))
         return PassSeries(size, self._passes(layers), value, set_targets)
 
     def _rough_seconds(self, example: Any, size: int) -> list[float]:
@@ -291,7 +298,9 @@ class _ChainBenchmark:
     def _targets_setter(self, size: int) -> Callable[[], None]:
         """Return a function that gives the loss the targets of this many samples."""
         last = self.modules[-1]
-        targets = resized(last.targets, size, self.device) if isinstance(last, WithLoss) else None
+        targets = (
+            resize_example(last.targets, size, self.device) if isinstance(last, WithLoss) else None
+        )
 
         def set_targets() -> None:
             """Set them."""
@@ -386,7 +395,7 @@ def _layers(
                 # Of the largest size, where what comes once per micro-batch weighs least.
                 output_bytes_per_sample=measured[-1].output_bytes / sizes[-1],
                 single_copy_reason="",
-                **{phase: _timing(sizes, measured, phase) for phase in PHASES},
+                **{phase: _phase_times(sizes, measured, phase) for phase in PHASES},
                 **host_timings(sizes, [run.host_seconds for run in measured]),
             )
         )
@@ -405,7 +414,7 @@ def _layer_times(series: PassSeries, place: int) -> _LayerTimes:
     return _LayerTimes(seconds, series.output_bytes[place], host_seconds)
 
 
-def _timing(sizes: tuple[int, ...], measured: Sequence[_LayerTimes], phase: Phase) -> Timing:
+def _phase_times(sizes: tuple[int, ...], measured: Sequence[_LayerTimes], phase: Phase) -> Timing:
     """Return the medians and spreads of one phase of a layer."""
     times = [run.seconds[phase] for run in measured]
     return Timing(sizes, tuple(map(statistics.median, times)), tuple(map(_spread, times)))

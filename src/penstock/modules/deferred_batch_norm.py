@@ -158,10 +158,10 @@ def convert(module: nn.Module, micro_batches: int) -> nn.Module:
                 "its statistics over several processes. Use nn.BatchNorm, or do without "
                 "deferred_batch_norm"
             )
-    return _replaced(module, partial(_deferred, micro_batches=micro_batches), {})
+    return _replace_modules(module, partial(_defer, micro_batches=micro_batches), {})
 
 
-def _deferred(part: nn.Module, micro_batches: int) -> nn.Module:
+def _defer(part: nn.Module, micro_batches: int) -> nn.Module:
     """Return the deferred batch norm for a plain one; other modules as they are."""
     if isinstance(part, DeferredBatchNorm):
         part.begin(micro_batches)
@@ -186,7 +186,7 @@ def _deferred(part: nn.Module, micro_batches: int) -> nn.Module:
 
 def revert(module: nn.Module) -> nn.Module:
     """Replace deferred batch norms by plain ones; see `convert` for what stays the same."""
-    return _replaced(module, _plain, {})
+    return _replace_modules(module, _plain, {})
 
 
 def _plain(part: nn.Module) -> nn.Module:
@@ -220,11 +220,11 @@ def check_not_traced(model: nn.Module) -> None:
 
 def begin(module: nn.Module, micro_batches: int) -> None:
     """Start a batch of `micro_batches` micro-batches in all deferred batch norms in `module`."""
-    for part in deferring(module):
+    for part in deferred_norms(module):
         part.begin(micro_batches)
 
 
-def deferring(module: nn.Module) -> Iterator[DeferredBatchNorm]:
+def deferred_norms(module: nn.Module) -> Iterator[DeferredBatchNorm]:
     """Yield the deferred batch norms in `module`."""
     for part in module.modules():
         if isinstance(part, DeferredBatchNorm):
@@ -238,7 +238,7 @@ def _with_state_of(part: nn.Module, kind: Any) -> Any:
     return layer
 
 
-def _replaced(
+def _replace_modules(
     module: nn.Module,
     replace: Callable[[nn.Module], nn.Module],
     replacements: dict[int, nn.Module],
@@ -255,5 +255,5 @@ def _replaced(
         replacements[id(module)] = replacement
         for name, child in list(replacement._modules.items()):
             if child is not None:
-                replacement._modules[name] = _replaced(child, replace, replacements)
+                replacement._modules[name] = _replace_modules(child, replace, replacements)
     return replacements[id(module)]

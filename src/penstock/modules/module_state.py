@@ -18,6 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from penstock.modules.state_names import full_name
+
 #: Attributes that every module has; others belong to its class.
 _OF_EVERY_MODULE: Final = frozenset(vars(nn.Module())) | {"forward"}
 
@@ -75,7 +77,7 @@ class ModuleState:
     def buffers(self) -> dict[str, Tensor]:
         """Return all buffers by name, not copied."""
         return {
-            f"{name}.{key}" if name else key: buffer
+            full_name(name, key): buffer
             for name, module in self.modules
             for key, buffer in module._buffers.items()
             if buffer is not None
@@ -84,7 +86,7 @@ class ModuleState:
     def weights(self) -> dict[str, Tensor]:
         """Return all parameters by name, not copied."""
         return {
-            f"{name}.{key}" if name else key: parameter
+            full_name(name, key): parameter
             for name, module in self.modules
             for key, parameter in module._parameters.items()
             if parameter is not None
@@ -127,7 +129,7 @@ class ModuleState:
         snapshots = {}
         for name, place in self.places().items():
             value = place.get()
-            snapshots[name] = Snapshot(value, _copied(value))
+            snapshots[name] = Snapshot(value, _copy_contents(value))
         return snapshots
 
     def put_back(self, snapshots: Mapping[str, Snapshot]) -> None:
@@ -155,7 +157,7 @@ def computed_tensors(modules: Iterable[nn.Module]) -> dict[int, object]:
     return memo
 
 
-def differing(before: Mapping[str, Content], after: Mapping[str, Content]) -> list[str]:
+def differing_names(before: Mapping[str, Content], after: Mapping[str, Content]) -> list[str]:
     """Return the names that occur in only one of two states, or with different contents."""
     names = dict.fromkeys([*before, *after])
     missing = object()
@@ -251,7 +253,7 @@ def _attributes(name: str, module: nn.Module) -> Iterator[Place]:
         if key not in _OF_EVERY_MODULE and not key.startswith("__"):
             # By the namespace: getattr and setattr may run a property of the user's.
             yield Place(
-                f"{name}.{key}" if name else key,
+                full_name(name, key),
                 partial(vars(module).get, key),
                 partial(vars(module).__setitem__, key),
             )
@@ -297,7 +299,7 @@ def _set_cell(cell: CellType, value: Any) -> None:
     cell.cell_contents = value
 
 
-def _copied(value: Any) -> Any:
+def _copy_contents(value: Any) -> Any:
     """Return a copy of the contents of a mutable value, for `_restore_content`; else None."""
     if isinstance(value, Tensor):
         return value.detach().clone()

@@ -154,7 +154,7 @@ class Skippable(nn.Module):
         names = declared if only is None else set(only)
         for name in sorted(names - declared):
             raise ValueError(
-                f"{type(self).__name__} has no skip '{name}' to isolate; it has {_listed(declared)}"
+                f"{type(self).__name__} has no skip '{name}' to isolate; it has {_join_names(declared)}"
             )
         self.__dict__["_namespaces"] = {
             **self._namespaces_of_skips(),
@@ -194,7 +194,7 @@ class Skippable(nn.Module):
         for action, names in omitted:
             if names:
                 raise RuntimeError(
-                    f"{_listed(names)} must be {action} by the forward of {type(self).__name__}, "
+                    f"{_join_names(names)} must be {action} by the forward of {type(self).__name__}, "
                     "and was not"
                 )
         waiting.update({self._skip(name): tensor for name, tensor in stashed.items()})
@@ -435,5 +435,5 @@ def with_skip_carriers(named: Sequence[tuple[str, nn.Module]]) -> list[tuple[str
     return carriers
 
 
-def _listed(names: Iterable[str]) -> str:
+def _join_names(names: Iterable[str]) -> str:
     return ", ".join(f"'{name}'" for name in sorted(names)) or "none"

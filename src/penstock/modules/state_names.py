@@ -16,6 +16,11 @@ def prefix_of(layer: str, module: nn.Module) -> str:
     return "" if getattr(module, "whole_names", False) else layer
 
 
+def full_name(path: str, name: str) -> str:
+    """Return the name in the model of an attribute of the module at `path`."""
+    return f"{path}.{name}" if path else name
+
+
 def state_of(layer: str, module: nn.Module) -> dict[str, Tensor]:
     """Return a layer's parameters and persistent buffers by name, not copied."""
     prefix = prefix_of(layer, module)

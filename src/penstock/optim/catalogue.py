@@ -30,7 +30,7 @@ def stage_weights(site: Site) -> StageWeights:
         return ARITHMETIC.find("newest").make(site)
     allowed = site.rule.optimizers
     if allowed and kind_of(optimizer) not in allowed:
-        supported = " and ".join(_listed(allowed))
+        supported = " and ".join(_join_names(allowed))
         raise no_formula(site, type(optimizer).__name__, f"it goes with {supported}")
     return ARITHMETIC.find(site.rule.arithmetic).make(site)
 
@@ -67,6 +67,6 @@ def no_formula(site: Site, what: str, instead: str) -> SettingError:
     )
 
 
-def _listed(names: tuple[str, ...]) -> list[str]:
+def _join_names(names: tuple[str, ...]) -> list[str]:
     # At most two parts, to be joined by "and".
     return [", ".join(names[:-1]), names[-1]] if len(names) > 1 else list(names)

@@ -41,10 +41,10 @@ def _same_single_class(first: str, second: str) -> bool:
     """Return whether two names may be of one class, whose script was run or imported."""
     if first == second:
         return True
-    (module, name), (other_module, other_name) = _split(first), _split(second)
+    (module, name), (other_module, other_name) = _split_name(first), _split_name(second)
     return name == other_name and (module in _SCRIPT_MODULES or other_module in _SCRIPT_MODULES)
 
 
-def _split(name: str) -> tuple[str, str]:
+def _split_name(name: str) -> tuple[str, str]:
     module, _, last = name.rpartition(".")
     return module, last

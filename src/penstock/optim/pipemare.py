@@ -84,7 +84,7 @@ class Corrected(StageWeights):
         del version
         self._working.begin_step()
         before = self._working.copy_newest() if self._delay else []
-        with self._rescheduled():
+        with self._t1_learning_rates():
             self._update.advance()
         if before:
             after = [parameter.data for parameter in self._update.parameters]
@@ -123,7 +123,7 @@ class Corrected(StageWeights):
         self._updates = int(facts.get(UPDATES, 0))
 
     @contextmanager
-    def _rescheduled(self) -> Iterator[None]:
+    def _t1_learning_rates(self) -> Iterator[None]:
         """Set the optimizer's learning rates by T1 for one update, and restore them afterwards."""
         is_asynchronous = self._updates >= self._warm_up
         exponent = 0.0

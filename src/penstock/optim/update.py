@@ -105,8 +105,8 @@ class Update:
 
         Parameters that were trained and are frozen now stay, since they may have a gradient.
         """
-        self.parameters[:] = _trained(self.candidates, self.parameters)
-        self.borrowed[:] = _trained(self.borrowed_candidates, self.borrowed)
+        self.parameters[:] = _trainable(self.candidates, self.parameters)
+        self.borrowed[:] = _trainable(self.borrowed_candidates, self.borrowed)
         self.__post_init__()
 
     def leave_to_replicas(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -197,7 +197,7 @@ class Update:
             self.zero()
 
 
-def _trained(
+def _trainable(
     candidates: Sequence[nn.Parameter], trained_before: Sequence[nn.Parameter]
 ) -> list[nn.Parameter]:
     """Return the candidates that require a gradient or did so before, in their order."""

@@ -69,7 +69,7 @@ class Versions(StageWeights):
         self._in_flight[number] = use
         self._next_forward = use.next_forward
         self._restore()
-        self._point_to(self._stored(use.reads.forward, number))
+        self._point_to(self._stored_version(use.reads.forward, number))
 
     def before_backward(self, number: int) -> None:
         """Point to the version that the backward reads.
@@ -78,8 +78,8 @@ class Versions(StageWeights):
         its values are copied into that memory.
         """
         reads = self._in_flight[number].reads
-        owner = self._stored(reads.forward, number)
-        content = self._stored(reads.backward, number)
+        owner = self._stored_version(reads.forward, number)
+        content = self._stored_version(reads.backward, number)
         overlay = self._overlay
         if overlay is not None and not (overlay.owner is owner and overlay.content is content):
             self._restore()
@@ -135,7 +135,7 @@ class Versions(StageWeights):
             for block in newest.blocks
             if block.group in changed_groups and block.users > max_users
         ]
-        return self._unshared(newest, copied)
+        return self._with_copied_blocks(newest, copied)
 
     def drain(self) -> None:
         """Keep the newest version alone, as version 0, and unused memory for the next stream."""
@@ -182,13 +182,15 @@ class Versions(StageWeights):
         """
         self._restore()
         before = self._versions[self._newest]
-        after = self._unshared(before, [block for block in before.blocks if block.users > 1])
+        after = self._with_copied_blocks(
+            before, [block for block in before.blocks if block.users > 1]
+        )
         self._release(self._newest)
         self._versions[self._newest] = after
         self._point_to(after, force=True)
         return [block.flat for block in after.blocks]
 
-    def _stored(self, version: int, number: int) -> _Version:
+    def _stored_version(self, version: int, number: int) -> _Version:
         """Return a version that a micro-batch reads."""
         stored = self._versions.get(version)
         if stored is None:
@@ -237,7 +239,7 @@ class Versions(StageWeights):
             block.users += 1
         return _Version(blocks, self._layout.tensors(blocks))
 
-    def _unshared(self, version: _Version, copied: list[Block]) -> _Version:
+    def _with_copied_blocks(self, version: _Version, copied: list[Block]) -> _Version:
         """Return a version with the same values, of which the blocks in `copied` are copies."""
         if not copied:
             for block in version.blocks:

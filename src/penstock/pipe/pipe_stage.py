@@ -20,7 +20,7 @@ from penstock.modules.recomputing import checkpointing, recomputing
 from penstock.modules.side_loss import collecting_side_losses
 from penstock.modules.skippable import Skip, Skippable, Waiting, waiting_skips
 from penstock.pipe.pipe_random import ForwardSeed, PartitionRandomness, SeededOps
-from penstock.pipe.pipe_value import Grads, detached, gradients_of, payloads_of
+from penstock.pipe.pipe_value import Grads, detach_payload, gradients_of, payloads_of
 from penstock.stage.boundary_checks import InPlaceChanges, check_same_requires_grad
 from penstock.stage.second_forward import FirstForward, SecondForwards
 from penstock.tracing.traced_layer import with_inputs_on
@@ -190,7 +190,7 @@ class PipeStage:
                 requires_grad,
                 [] if recompute else side_losses,
             )
-        return [detached(value) for value in outputs] if recompute else outputs
+        return [detach_payload(value) for value in outputs] if recompute else outputs
 
     def prepare(self, run: PartitionRun, micro_batch: int) -> None:
         """Recompute the forward of a micro-batch, if it is to be recomputed.

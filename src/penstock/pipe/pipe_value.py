@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from penstock.transport.payload import Payload
-from penstock.values.storage import overlapping
+from penstock.values.storage import overlapping_pairs
 
 #: By tensor of a value: its gradient, or None.
 Grads = list[Tensor | None]
@@ -31,7 +31,7 @@ def payloads_of(values: Sequence[Any]) -> list[Payload]:
     for port, payload in enumerate(payloads):
         places += [(port, position) for position in range(len(payload.tensors))]
     tensors = [tensor for payload in payloads for tensor in payload.tensors]
-    for first, second in overlapping(tensors):
+    for first, second in overlapping_pairs(tensors):
         if places[first][0] == places[second][0]:
             continue
         for port, position in (places[first], places[second]):
@@ -40,7 +40,7 @@ def payloads_of(values: Sequence[Any]) -> list[Payload]:
     return payloads
 
 
-def detached(payload: Payload) -> Payload:
+def detach_payload(payload: Payload) -> Payload:
     """Return a payload whose tensors have no graph."""
     return payload.with_tensors([tensor.detach() for tensor in payload.tensors])
 

@@ -21,7 +21,7 @@ from penstock.batches.splitting import sample_count
 from penstock.errors import ScheduleError, SettingError, StageFailed
 from penstock.losses.call import is_torchs_loss
 from penstock.losses.parameters import check_training
-from penstock.modules.deferred_batch_norm import deferring
+from penstock.modules.deferred_batch_norm import deferred_norms
 from penstock.modules.randomness import may_draw
 from penstock.pipe.pipe_engine import AutocastState
 from penstock.pipe.pipe_threads import ThreadChoice, has_thread_local_state
@@ -129,7 +129,7 @@ class ScheduledRun:
         self._modules = _modules_of(partitions)
         self._containers = _divided_containers(self._modules, traced)
         self._layers = traced.modules
-        self._norms = [norm for layer in traced.modules for norm in deferring(layer)]
+        self._norms = [norm for layer in traced.modules for norm in deferred_norms(layer)]
         self._loss_draws = not is_torchs_loss(loss)
         self._recomputes = checkpoint != "never"
         self._device = device

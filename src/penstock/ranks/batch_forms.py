@@ -40,7 +40,9 @@ def nested_form(x: Any, y: Any) -> tuple[str, list[Tensor]]:
         words = [_leaf(leaf) for leaf in leaves]
         single = len(leaves) == 1 and leaves[0] is value
         parts.append(
-            f"{name} {words[0]}" if single else f"{name} {_nested(structure.describe(), words)}"
+            f"{name} {words[0]}"
+            if single
+            else f"{name} {_describe_nested(structure.describe(), words)}"
         )
     return " and ".join(parts), tensors
 
@@ -91,7 +93,7 @@ def _shape(shape: torch.Size, dtype: torch.dtype) -> str:
     return f"{tuple(shape)} {str(dtype).removeprefix('torch.')}"
 
 
-def _nested(structure: str, words: Sequence[str]) -> str:
+def _describe_nested(structure: str, words: Sequence[str]) -> str:
     return f"[{'; '.join(words)}] in {structure}"
 
 

@@ -168,7 +168,7 @@ class ComparedCalls(Calls):
         elif isinstance(x, BatchPart) or isinstance(y, BatchPart):
             form, tensors = part_form(x, y)
         else:
-            form, tensors = self._nested(batch, x, y)
+            form, tensors = self._describe_nested(batch, x, y)
         # Multiplied by primes, as in `enter`.
         words = crc_of(call) + crc_of(form) + 7919 * self._number + 104729 * batch.step
         check = (words & _MASK) << _BITS
@@ -209,7 +209,7 @@ class ComparedCalls(Calls):
                 self._recent[place] = complete
         return complete.check
 
-    def _nested(self, batch: Batch, x: Any, y: Any) -> tuple[str, list[Tensor]]:
+    def _describe_nested(self, batch: Batch, x: Any, y: Any) -> tuple[str, list[Tensor]]:
         """Describe nested inputs and targets; return also their tensors."""
         if y is not None and type(y) is not Tensor:
             return nested_form(x, y)
@@ -250,7 +250,10 @@ class ComparedCalls(Calls):
             self._board.fail(str(error))
             raise error
         entries = [json.loads(text) for text in self._store.multi_get(keys)]
-        rows = {rank: [row[0], _combined(row[6]), *row[2:5]] for rank, row in enumerate(entries)}
+        rows = {
+            rank: [row[0], _combine_checksums(row[6]), *row[2:5]]
+            for rank, row in enumerate(entries)
+        }
         steps = {rank: f"step {row[5]}" for rank, row in enumerate(entries)}
         has_other_numbers = differ([row[6] for row in entries])
         if len({(row[1] >> _BITS) for row in entries}) > 1 or has_other_numbers:
@@ -409,7 +412,7 @@ def _versions(tensors: Sequence[Tensor]) -> list[int]:
     return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
-def _combined(numbers: Sequence[int | None]) -> int:
+def _combine_checksums(numbers: Sequence[int | None]) -> int:
     """Return one checksum of a batch for a message."""
     return crc_of(json.dumps(numbers))
 

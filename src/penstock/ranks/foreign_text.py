@@ -15,7 +15,7 @@ def foreign_text(text: str) -> str:
     if len(text) > _MOST_CHARACTERS:
         text = f"{text[:_MOST_CHARACTERS]}… ({len(text):,} characters)"
     lines = ["".join(map(_visible, line)) for line in text.split("\n")]
-    return "\n".join([lines[0], *map(_indented, lines[1:])])
+    return "\n".join([lines[0], *map(_indent, lines[1:])])
 
 
 def _visible(character: str) -> str:
@@ -29,6 +29,6 @@ def _visible(character: str) -> str:
     return character.encode("unicode_escape").decode("ascii")
 
 
-def _indented(line: str) -> str:
+def _indent(line: str) -> str:
     """Return a line that begins with a space, unless it is empty."""
     return line if not line or line.startswith(" ") else f"  {line}"

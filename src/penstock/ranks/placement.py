@@ -69,8 +69,8 @@ def ranks_of_devices(setting: RunConfig, hosts: Sequence[str]) -> tuple[int, ...
     if renamed is None:
         return None
     rank_of: dict[int, int] = {}
-    ranks_of_host = _grouped(hosts)
-    for host, devices in _grouped([host for host, _ in setting.cluster_devices]).items():
+    ranks_of_host = _indices_by_host(hosts)
+    for host, devices in _indices_by_host([host for host, _ in setting.cluster_devices]).items():
         used_here = [device for device in devices if device in used]
         ranks_here = ranks_of_host[renamed[host]]
         if len(ranks_here) == len(devices):
@@ -87,8 +87,8 @@ def _rename_hosts(
     cluster_devices: Sequence[tuple[str, str]], hosts: Sequence[str]
 ) -> dict[str, str] | None:
     """Return the host of the run for every host of the plan; None if they do not correspond."""
-    planned = _grouped([host for host, _ in cluster_devices])
-    present = _grouped(hosts)
+    planned = _indices_by_host([host for host, _ in cluster_devices])
+    present = _indices_by_host(hosts)
     if planned.keys() <= present.keys():
         return {host: host for host in planned}
     one_kind = len({kind for _, kind in cluster_devices}) == 1
@@ -99,7 +99,7 @@ def _rename_hosts(
     return dict(zip(planned, present, strict=True)) if one_kind and sizes_fit else None
 
 
-def _grouped(hosts: Sequence[str]) -> dict[str, list[int]]:
+def _indices_by_host(hosts: Sequence[str]) -> dict[str, list[int]]:
     """Return the indices of every host, in the order of first appearance."""
     groups: dict[str, list[int]] = {}
     for index, host in enumerate(hosts):

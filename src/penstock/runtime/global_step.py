@@ -47,7 +47,7 @@ class GlobalStep:
     epoch: int = 0
     _homes: Mapping[int, list[int]] = field(default_factory=dict)
     _norm: Tensor | None = None
-    # By rank and epoch, the lengths of the rows of `_packed`, which stay as they are in an epoch:
+    # By rank and epoch, the lengths of the rows of `_pack_norms`, which stay as they are in an epoch:
     # to read them from a device in every step would make the host wait.
     _lengths: dict[tuple[int, int], list[int]] = field(default_factory=dict)
     _length_tensors: dict[tuple[int, int], Tensor] = field(default_factory=dict)
@@ -235,7 +235,7 @@ class GlobalStep:
         """Send a rank's norms to rank 0 and receive the result of `_global_norm`."""
         transport, verdict = interpreter.transport, UpdateMessage.VERDICT
         arrival = transport.post(0, verdict.of_run, verdict.name)
-        payload = Payload.row([nonfinite, *self._packed(interpreter, rows)])
+        payload = Payload.row([nonfinite, *self._pack_norms(interpreter, rows)])
         interpreter.guard(
             0,
             lambda: transport.send(0, UpdateMessage.NORMS.of_run, payload, self._norms_signature),
@@ -278,7 +278,7 @@ class GlobalStep:
         """A name for the form of the norms' message, which changes with every freeze and thaw."""
         return f"{UpdateMessage.NORMS.name} {self.epoch}"
 
-    def _packed(self, interpreter: Interpreter, rows: list[Tensor]) -> tuple[Tensor, Tensor]:
+    def _pack_norms(self, interpreter: Interpreter, rows: list[Tensor]) -> tuple[Tensor, Tensor]:
         """Pack the norms of a rank's stages into one tensor of a fixed form.
 
         Each row is padded with -1 to the number of the stage's parameters, since parameters without
@@ -304,7 +304,7 @@ class GlobalStep:
 
 
 def _without_padding(norms: Tensor, norm_type: float) -> Tensor:
-    """Return norms without the padding of `GlobalStep._packed`, which is below 0.
+    """Return norms without the padding of `GlobalStep._pack_norms`, which is below 0.
 
     On an accelerator padding becomes norms of 0, where these leave the norm of all as it is: the
     number of entries that are left would make the host wait for the device.

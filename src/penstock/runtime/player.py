@@ -10,7 +10,7 @@ from functools import cached_property, lru_cache
 from torch import Tensor
 
 from penstock.batches.batch import Batch
-from penstock.modules.deferred_batch_norm import DeferredBatchNorm, deferring
+from penstock.modules.deferred_batch_norm import DeferredBatchNorm, deferred_norms
 from penstock.ranks.device_results import device_losses
 from penstock.ranks.results import last_micro_batches, mean_loss
 from penstock.runtime.assembly import Assembly
@@ -74,7 +74,7 @@ class Player:
         self._deferred_norms: dict[tuple[int, int], list[DeferredBatchNorm]] = {}
         for rank, interpreter in assembly.interpreters.items():
             for index, stage in interpreter.stages.items():
-                norms = [norm for layer in stage.layers for norm in deferring(layer.module)]
+                norms = [norm for layer in stage.layers for norm in deferred_norms(layer.module)]
                 if norms:
                     self._deferred_norms[rank, index] = norms
 

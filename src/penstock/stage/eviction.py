@@ -68,7 +68,7 @@ class Saved:
         for number, tensor in enumerate(self._tensors):
             assert tensor is not None
             self._check(number, tensor)
-            parts.append(_padded(_in_memory_order(tensor).view(torch.uint8)))
+            parts.append(_pad(_in_memory_order(tensor).view(torch.uint8)))
         self._tensors = [None] * len(self._tensors)
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
 
@@ -152,7 +152,7 @@ def _in_memory_order(tensor: Tensor) -> Tensor:
     return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
 
 
-def _padded(content: Tensor) -> Tensor:
+def _pad(content: Tensor) -> Tensor:
     """Append zeros up to a multiple of `_ALIGN` bytes."""
     padding = -content.numel() % _ALIGN
     return torch.cat([content, content.new_zeros(padding)]) if padding else content

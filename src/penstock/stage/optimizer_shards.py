@@ -69,14 +69,14 @@ class OptimizerShards:
     def send_updates(self) -> None:
         """Send the parameters that this replica has updated, without waiting."""
         # Copies, since the next batch may change the parameters before they have been sent.
-        parts = flat(self._trained()[self._messages.position]) or [torch.empty(0)]
+        parts = flat(self._trained_parameters()[self._messages.position]) or [torch.empty(0)]
         # A replica that owns no parameters sends an empty message: all wait for one from each.
         self._messages.send(UpdateMessage.UPDATED_WEIGHTS, parts, self._signature)
 
     def receive_updates(self) -> None:
         """Wait for the parameters that the other replicas have updated."""
         rows = self._messages.receive(UpdateMessage.UPDATED_WEIGHTS, self._signature)
-        groups = self._trained()
+        groups = self._trained_parameters()
         for rank, parts in rows.items():
             targets: list[Tensor] = [*groups[self._messages.ranks.index(rank)]]
             if targets:
@@ -89,7 +89,7 @@ class OptimizerShards:
         count = len(self._update.parameters)
         return f"{UpdateMessage.UPDATED_WEIGHTS.name} {count}"
 
-    def _trained(self) -> list[list[nn.Parameter]]:
+    def _trained_parameters(self) -> list[list[nn.Parameter]]:
         """Return for each replica the divided parameters that are trained and that it updates."""
         trained = [
             parameter for parameter in self._update.parameters if id(parameter) in self._owner_of

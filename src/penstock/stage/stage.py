@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.batches.batch import Batch
-from penstock.batches.device_batch import device_batch, moved
+from penstock.batches.device_batch import device_batch, to_device
 from penstock.grad.full_backward import whole_grad
 from penstock.grad.split import PendingWeights, input_grad, weight_grad
 from penstock.losses.stage_loss import Loss, LossOptions, StageLoss, Starts
@@ -365,7 +365,7 @@ class Stage:
         """Return the gradient of the only root of a graph of the fast path."""
         if arrived is None:
             return self._first_grad(batch, micro_batch, root)
-        return moved(arrived.leaves[0], self.device)
+        return to_device(arrived.leaves[0], self.device)
 
     def _first_grad(
         self, batch: Batch, micro_batch: int, root: Tensor, *, side: bool = False
@@ -389,7 +389,7 @@ class Stage:
             return _Backward(leaves, [], [saved.root], [grad], saved.size)
         output_grads: list[Tensor | None] = []
         if arrived is not None:
-            output_grads = [moved(leaf, self.device) for leaf in arrived.leaves]
+            output_grads = [to_device(leaf, self.device) for leaf in arrived.leaves]
         carried_grads = self._slice_states.pop_grads(batch.next_slice(micro_batch))
         roots = saved.roots
         if roots is None:

@@ -28,7 +28,7 @@ from penstock.tracing.fake_device_guard import keep_fake_device_guard
 from penstock.tracing.faults import Refused, fault, line_of
 from penstock.tracing.interception import Interceptor, intercepted
 from penstock.tracing.outputs import Outputs
-from penstock.tracing.python_state.attribute_reads import Reads, carried
+from penstock.tracing.python_state.attribute_reads import Reads, carried_message
 from penstock.tracing.skeleton import replace_tensors
 
 # torch.export changes global state of the process while it runs.
@@ -256,7 +256,7 @@ def _capture_checked(request: _Request, *, dynamic: bool) -> Capture:
     second_sizes = _export(replace(request, skeleton=filled), dynamic=dynamic).reads.sizes
     for (path, name), value in sizes.items():
         if second_sizes.get((path, name)) != value:
-            raise Refused(carried(path, name, f"to {value}"))
+            raise Refused(carried_message(path, name, f"to {value}"))
     return captured
 
 

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from penstock.modules.state_names import full_name
 from penstock.tracing.faults import Refused, is_standard, is_torchs, is_users
 
 _ADVICE = (
@@ -201,7 +202,7 @@ def _within_value(path: str, value: Any, visited: set[int], depth: int) -> Itera
         yield _Source(f"{path} ({type(value).__name__})", lambda: reader(value), lambda _: None)
     elif depth > 0:
         for key, item in _items(value):
-            yield from _within_value(f"{path}.{key}" if path else key, item, visited, depth - 1)
+            yield from _within_value(full_name(path, key), item, visited, depth - 1)
 
 
 def _items(value: Any) -> Iterable[tuple[str, Any]]:

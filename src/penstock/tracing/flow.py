@@ -16,14 +16,14 @@ from penstock.errors import ChainError
 from penstock.tracing.capture import Capture, constant
 from penstock.tracing.interception import custom_function
 from penstock.tracing.ops import (
-    applied,
+    apply_function,
     bytes_at_example,
     draws,
     is_check,
     is_expensive,
     memory_ids,
     op_name,
-    written,
+    written_values,
 )
 
 
@@ -79,7 +79,7 @@ def changed_tensors(capture: Capture, names: Mapping[str, str]) -> set[str]:
     changed: set[int] = set()
     for node in nodes:
         if node.op == "call_function":
-            changed.update(memory_of[target] for target in written(node))
+            changed.update(memory_of[target] for target in written_values(node))
     attributes = {
         str(node.target).removeprefix("model.")
         for node in capture.graph.find_nodes(op="get_attr")
@@ -101,7 +101,7 @@ def flow_of(capture: Capture, names: Mapping[str, str], steady: Collection[str])
     """
     graph = capture.graph
     weights, constants = _attributes(capture, names)
-    order = _ordered(graph, weights)
+    order = _run_order(graph, weights)
     inputs = tuple(graph.find_nodes(op="placeholder"))
     output = graph.output_node().args[0]
     assert isinstance(output, (tuple, list))
@@ -111,7 +111,9 @@ def flow_of(capture: Capture, names: Mapping[str, str], steady: Collection[str])
     changes = _changes(order, memory_of)
     _check_changes(changes, constants, memory_of)
     steady_nodes = [*constants, *(node for node in weights if weights[node] in steady)]
-    recomputed = _recomputed(order, [*inputs, *steady_nodes], _changed_memory(changes), memory_of)
+    recomputed = _recomputed_values(
+        order, [*inputs, *steady_nodes], _changed_memory(changes), memory_of
+    )
     size = {node: bytes_at_example(node) for node in (*inputs, *order)}
     sent = {node: last for node, last in last_use.items() if node not in recomputed}
     return Flow(
@@ -125,7 +127,7 @@ def flow_of(capture: Capture, names: Mapping[str, str], steady: Collection[str])
         size,
         memory_of,
         changes,
-        _crossing(order, inputs, sent, size),
+        _crossing_costs(order, inputs, sent, size),
     )
 
 
@@ -159,13 +161,13 @@ def _changes(
     """Return `Flow.changes`."""
     changes: dict[int, frozenset[int]] = {}
     for index, node in enumerate(order):
-        targets = written(node)
+        targets = written_values(node)
         if targets:
             changes[index] = frozenset(memory_of[target] for target in targets)
     return changes
 
 
-def _crossing(
+def _crossing_costs(
     order: Sequence[fx.Node],
     inputs: Sequence[fx.Node],
     last_use: Mapping[fx.Node, int],
@@ -194,7 +196,7 @@ def _clean(graph: fx.Graph, holder: nn.Module, functions: Mapping[str, Any]) -> 
             graph.erase_node(node)
         elif node.op == "call_function" and node.target is custom_function():
             function = functions[node.args[0]]
-            node.target = applied(function) if isinstance(function, type) else function
+            node.target = apply_function(function) if isinstance(function, type) else function
             node.args = node.args[1:]
     graph.eliminate_dead_code(_has_effect)
 
@@ -202,11 +204,14 @@ def _clean(graph: fx.Graph, holder: nn.Module, functions: Mapping[str, Any]) -> 
 def _has_effect(node: fx.Node) -> bool:
     """Return whether an op must run even if its output is not used."""
     return (
-        node.op in ("placeholder", "output") or draws(node) or bool(written(node)) or is_check(node)
+        node.op in ("placeholder", "output")
+        or draws(node)
+        or bool(written_values(node))
+        or is_check(node)
     )
 
 
-def _ordered(graph: fx.Graph, weights: Mapping[fx.Node, str]) -> tuple[fx.Node, ...]:
+def _run_order(graph: fx.Graph, weights: Mapping[fx.Node, str]) -> tuple[fx.Node, ...]:
     """Return the ops in the order in which they ran, with two exceptions.
 
     The parts of a result directly follow it, and a buffer is updated as soon as its new value is
@@ -282,7 +287,7 @@ def _changed_memory(changes: Mapping[int, frozenset[int]]) -> set[int]:
     return memory
 
 
-def _recomputed(
+def _recomputed_values(
     order: Sequence[fx.Node],
     sources: Sequence[fx.Node],
     changed: Collection[int],

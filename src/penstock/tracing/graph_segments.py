@@ -46,7 +46,7 @@ class Segment:
         inputs: list[fx.Node] = []
         if ops.start == 0:
             inputs = [node for node in flow.inputs if node not in flow.recomputed]
-        used = _used(flow, nodes, is_last=is_last)
+        used = _used_values(flow, nodes, is_last=is_last)
         weights, recomputed = [], []
         for node in used:
             if node in flow.recomputed:
@@ -104,7 +104,7 @@ def _segment_nodes(flow: Flow, ops: range) -> list[fx.Node]:
     return [flow.order[index] for index in ops if flow.order[index] not in flow.recomputed]
 
 
-def _used(flow: Flow, nodes: Sequence[fx.Node], *, is_last: bool) -> list[fx.Node]:
+def _used_values(flow: Flow, nodes: Sequence[fx.Node], *, is_last: bool) -> list[fx.Node]:
     """Return the values that ops use, each once; with `is_last` also the model's outputs."""
     used: dict[fx.Node, None] = {}
     for node in nodes:

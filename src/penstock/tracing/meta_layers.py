@@ -37,7 +37,7 @@ def without_others(traced: TracedChain, held: Collection[int]) -> TracedChain:
             memo[id(parameter)] = parameter if has_memory else _without_memory(parameter)
         memo.update((id(buffer), buffer) for buffer in modules[index].buffers())
     for index in others:
-        modules[index] = _copied(modules[index], memo)
+        modules[index] = _copy_module(modules[index], memo)
     return replace(traced, modules=tuple(modules), roots=())
 
 
@@ -50,7 +50,7 @@ def _without_memory(parameter: nn.Parameter) -> nn.Parameter:
     return meta_parameter
 
 
-def _copied(module: nn.Module, memo: dict[int, object]) -> nn.Module:
+def _copy_module(module: nn.Module, memo: dict[int, object]) -> nn.Module:
     """Return a copy of a module with the tensors in `memo`; the module itself if copying fails."""
     try:
         return copy.deepcopy(module, memo)

@@ -20,8 +20,9 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 from penstock.modules.data_flow import DataFlow, has_custom_function
 from penstock.modules.deferred_batch_norm import DeferredBatchNorm
-from penstock.modules.module_state import Content, ModuleState, content, differing
+from penstock.modules.module_state import Content, ModuleState, content, differing_names
 from penstock.modules.side_loss import collect_side_losses
+from penstock.modules.state_names import full_name
 from penstock.tracing.single_copy import keeps_sparse_gradients
 
 #: Forwards that write running statistics and, in training, do not read them.
@@ -73,9 +74,9 @@ def observe(
     output, side_losses = _run_followed(run, flow if follow else nullcontext())
     findings = [
         f"weight {name} is changed by the forward itself"
-        for name in differing(weights, state.weight_marks())
+        for name in differing_names(weights, state.weight_marks())
     ]
-    changed = differing(contents, state.buffer_contents())
+    changed = differing_names(contents, state.buffer_contents())
     harmless = _running_statistics(state)
     read = flow.names_in((output, side_losses)) | flow.read_by_python
     suspects, unread = [], []
@@ -83,7 +84,7 @@ def observe(
         if name in read:
             suspects.append(name)
         elif name in harmless:
-            continue
+            pass
         elif _is_unfollowed(name, buffers, state, flow, follow=follow):
             suspects.append(name)
         else:
@@ -121,22 +122,20 @@ def steady_buffers(
     Returns:
         For each: its name, the dict that contains it, and its key there.
     """
-    harmless = _running_statistics(state)
+    unsteady = changed | _running_statistics(state)
     return [
-        (f"{name}.{key}" if name else key, module._buffers, key)
-        for name, module in state.modules
+        (full_name(path, key), module._buffers, key)
+        for path, module in state.modules
         for key, buffer in module._buffers.items()
-        if buffer is not None
-        and key not in _STATISTICS
-        and (f"{name}.{key}" if name else key) not in changed | harmless
+        if buffer is not None and key not in _STATISTICS and full_name(path, key) not in unsteady
     ]
 
 
 def _running_statistics(state: ModuleState) -> frozenset[str]:
     """Return the names of the buffers of torch's own batch norms, and of ours."""
     return frozenset(
-        f"{name}.{key}" if name else key
-        for name, module in state.modules
+        full_name(path, key)
+        for path, module in state.modules
         if isinstance(module, (_BatchNorm, _InstanceNorm))
         and type(module).forward in _STATISTICS_FORWARDS
         and "forward" not in vars(module)
@@ -173,7 +172,7 @@ def _moving_values(
 ) -> list[str]:
     """Return descriptions of the Python variables that a second forward changes again."""
     values = state.values()
-    moving = differing(before, values)
+    moving = differing_names(before, values)
     if not moving:
         return []
     if rerun is not None:
@@ -182,7 +181,7 @@ def _moving_values(
             # A cache is filled once: only what the second forward changes again moves on.
             output = rerun()
             second_values = state.values()
-            moving = differing(values, second_values)
+            moving = differing_names(values, second_values)
             # A list that only records, such as shapes or losses, does not change the next output.
             recorded = [name for name in moving if _is_container(second_values.get(name))]
             if recorded and content(output) == content(rerun()):

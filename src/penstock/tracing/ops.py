@@ -91,7 +91,7 @@ def memory_ids(nodes: Sequence[fx.Node]) -> dict[fx.Node, int]:
             by_storage.setdefault(tensor.untyped_storage()._cdata, number)
             for tensor in output_tensors(node)
         ]
-        shared += [number_of[viewed] for viewed in _viewed(node) if viewed in number_of]
+        shared += [number_of[viewed] for viewed in _view_sources(node) if viewed in number_of]
         for other in shared:
             parent[root(other)] = root(number)
     return {node: root(number) for node, number in number_of.items()}
@@ -105,7 +105,7 @@ def _arguments(node: fx.Node) -> Iterator[tuple[Any, Any]]:
             yield argument, node.args[index] if is_positional else node.kwargs.get(argument.name)
 
 
-def _viewed(node: fx.Node) -> list[fx.Node]:
+def _view_sources(node: fx.Node) -> list[fx.Node]:
     """Return the nodes whose memory the result of a node may share."""
     if op_name(node) == "getitem":
         return list(node.all_input_nodes)
@@ -116,7 +116,7 @@ def _viewed(node: fx.Node) -> list[fx.Node]:
     ]
 
 
-def written(node: fx.Node) -> list[fx.Node]:
+def written_values(node: fx.Node) -> list[fx.Node]:
     """Return the values that an op writes to.
 
     They follow from its schema, but for the statistics of norms, which the schema does not declare.
@@ -146,7 +146,7 @@ def _written_by_subgraph(
     changed: set[int] = set()
     for op in module.graph.nodes:
         if op.op == "call_function":
-            changed.update(memory_of[target] for target in written(op))
+            changed.update(memory_of[target] for target in written_values(op))
     return [
         operand
         for placeholder, operand in zip(placeholders, operands, strict=True)
@@ -192,7 +192,7 @@ def is_heavy(node: fx.Node) -> bool:
     )
 
 
-def applied(kind: type[torch.autograd.Function]) -> Callable[..., Any]:
+def apply_function(kind: type[torch.autograd.Function]) -> Callable[..., Any]:
     """Return a function that calls an autograd.Function, for use in generated Python code."""
 
     def apply(*args: Any) -> Any:

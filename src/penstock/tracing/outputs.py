@@ -46,7 +46,7 @@ class Outputs:
         Raises:
             Refused: an output is neither a tensor nor a constant.
         """
-        leaves, self.spec = pytree.tree_flatten(_opened(output))
+        leaves, self.spec = pytree.tree_flatten(_open_dataclasses(output))
         computed = []
         self.constants = []
         for leaf in leaves:
@@ -68,34 +68,37 @@ class Outputs:
         remaining = iter(computed)
         assert self.spec is not None
         leaves = [next(remaining) if leaf is _COMPUTED else leaf for leaf in self.constants]
-        return _closed(pytree.tree_unflatten(leaves, self.spec))
+        return _close_dataclasses(pytree.tree_unflatten(leaves, self.spec))
 
 
-def _opened(value: Any) -> Any:
+def _open_dataclasses(value: Any) -> Any:
     """Replace dataclasses by lists of their fields, within nested values."""
     is_dataclass_object = is_dataclass(value) and not isinstance(value, type)
     if is_dataclass_object and type(value) not in pytree.SUPPORTED_NODES:
         kind = type(value)
-        return [_Fields(kind), *(_opened(getattr(value, name)) for name in _init_fields(kind))]
+        return [
+            _Fields(kind),
+            *(_open_dataclasses(getattr(value, name)) for name in _init_fields(kind)),
+        ]
     if type(value) in (list, tuple):
-        return type(value)(_opened(item) for item in value)
+        return type(value)(_open_dataclasses(item) for item in value)
     if type(value) is dict:
-        return {key: _opened(item) for key, item in value.items()}
+        return {key: _open_dataclasses(item) for key, item in value.items()}
     return value
 
 
 def _init_fields(kind: Any) -> list[str]:
-    # The others cannot be passed to the constructor, which `_closed` calls.
+    # The others cannot be passed to the constructor, which `_close_dataclasses` calls.
     return [field.name for field in fields(kind) if field.init]
 
 
-def _closed(value: Any) -> Any:
-    """Undo `_opened`."""
+def _close_dataclasses(value: Any) -> Any:
+    """Undo `_open_dataclasses`."""
     if type(value) is list and value and isinstance(value[0], _Fields):
         names = _init_fields(value[0].kind)
-        return value[0].kind(**dict(zip(names, map(_closed, value[1:]), strict=True)))
+        return value[0].kind(**dict(zip(names, map(_close_dataclasses, value[1:]), strict=True)))
     if type(value) in (list, tuple):
-        return type(value)(_closed(item) for item in value)
+        return type(value)(_close_dataclasses(item) for item in value)
     if type(value) is dict:
-        return {key: _closed(item) for key, item in value.items()}
+        return {key: _close_dataclasses(item) for key, item in value.items()}
     return value

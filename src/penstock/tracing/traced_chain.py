@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from penstock.errors import ChainError
 from penstock.model.chain import Chain, Layer, TensorFacts
 from penstock.modules.skippable import with_skip_carriers
-from penstock.modules.state_names import parameters_of, prefix_of
+from penstock.modules.state_names import full_name, parameters_of, prefix_of
 from penstock.tracing.layers_of_trace import Part, trace
 from penstock.tracing.sequential import check_containers, container_tensors, runs_otherwise
 from penstock.tracing.traced_layer import Entry, leave
@@ -128,7 +128,7 @@ def chain(model: nn.Module | Sequence[nn.Module], example: Any = None) -> Traced
         # Tensors of a container itself belong to none of its layers: such a model has to be traced.
         is_sequential = not runs_otherwise(model) and not any(container_tensors(model, ""))
         if example is not None and not is_sequential:
-            return replace(_traced(model, example), roots=(model,))
+            return replace(_trace_chain(model, example), roots=(model,))
         named = list(_flatten(model, ""))
         # Nothing could be flattened: the model is one module, which only a trace can cut.
         if len(named) == 1 and named[0][1] is model:
@@ -216,7 +216,7 @@ def _with_containers(
     )
 
 
-def _traced(model: nn.Module, example: Any) -> TracedChain:
+def _trace_chain(model: nn.Module, example: Any) -> TracedChain:
     """Return the chain of a model that is traced on an example."""
     parts, variants = trace(model, example)
     described = _describe(parts)
@@ -240,7 +240,7 @@ def _flatten(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
         return
     for child_name, child in module._modules.items():
         if child is not None:
-            yield from _flatten(child, f"{name}.{child_name}" if name else child_name)
+            yield from _flatten(child, full_name(name, child_name))
 
 
 def _describe(parts: Sequence[Part]) -> TracedChain:

@@ -112,12 +112,12 @@ def share_config(load: Callable[[], TrainConfig]) -> TrainConfig:
                 "max_restarts restarts ranks that penstock train has started itself: under a "
                 "launcher, use its own, torchrun --max-restarts"
             )
-        return json.dumps(asdict(_resumed(config)))
+        return json.dumps(asdict(_resume_config(config)))
 
     return validate_settings(json.loads(on_first(checked)), "the settings of rank 0")
 
 
-def _resumed(config: TrainConfig) -> TrainConfig:
+def _resume_config(config: TrainConfig) -> TrainConfig:
     """Return the configuration of an attempt after torchrun has restarted the ranks.
 
     It continues from the checkpoints of the attempt before, or begins anew if that has left none.

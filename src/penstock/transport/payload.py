@@ -19,7 +19,7 @@ from torch import Tensor
 from penstock.errors import RunError
 from penstock.values import serialize as wire
 from penstock.values.constants import decode, dtype_name, dtype_of, encode, key_of
-from penstock.values.storage import Stride, copy_stride, overlapping
+from penstock.values.storage import Stride, copy_stride, overlapping_pairs
 from penstock.values.structure import Structure, check_tensor, flatten, unflatten
 
 #: Version of the headers that `Payload.header` writes, so that ranks of two versions fail clearly.
@@ -154,7 +154,7 @@ class Payload:
             else wants_grad
         )
         bare = structure.kind == "leaf" and bool(tensors)
-        return cls("" if bare else structure, tuple(leaves), wants, overlapping(tensors))
+        return cls("" if bare else structure, tuple(leaves), wants, overlapping_pairs(tensors))
 
     @classmethod
     def row(cls, tensors: Sequence[Tensor]) -> Payload:

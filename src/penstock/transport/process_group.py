@@ -126,7 +126,7 @@ def join(timeout_s: float = TIMEOUT_S) -> int:
             )
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         _choose_interface()
-        with _limited(timeout_s, rank):
+        with _time_limit(timeout_s, rank):
             try:
                 _initialise(rank, size, timeout_s)
             # Also if the user interrupts: the other ranks wait for this one, and must hear of it.
@@ -137,7 +137,7 @@ def join(timeout_s: float = TIMEOUT_S) -> int:
         atexit.register(_leave)
     # A program has initialised the group itself, so that nothing watches its ranks yet.
     elif not _HEARTBEATS and launch_store() is None and dist.get_world_size() > 1:
-        with _limited(timeout_s, dist.get_rank()):
+        with _time_limit(timeout_s, dist.get_rank()):
             store = dist.distributed_c10d._get_default_store()
             _start_heartbeats(store, dist.get_rank(), dist.get_world_size(), timeout_s)
     return dist.get_world_size()
@@ -237,7 +237,7 @@ def _abort_groups() -> None:
 
 
 @contextmanager
-def _limited(timeout_s: float, rank: int) -> Iterator[None]:
+def _time_limit(timeout_s: float, rank: int) -> Iterator[None]:
     """End the process if the `with` block takes longer than the limit."""
     done = threading.Event()
 

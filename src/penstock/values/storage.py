@@ -25,7 +25,7 @@ Stride = tuple[int, ...]
 _Span = tuple[tuple[int, ...], tuple[int, ...], int, int]
 
 
-def overlapping(tensors: Sequence[Tensor]) -> tuple[tuple[int, int], ...]:
+def overlapping_pairs(tensors: Sequence[Tensor]) -> tuple[tuple[int, int], ...]:
     """Return the pairs of tensors, by index, that share memory. The tensors are dense and distinct
     objects.
     """

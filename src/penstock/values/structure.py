@@ -271,7 +271,7 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     return unflatten(structure, results)
 
 
-def labelled(value: Any) -> Iterator[tuple[str, Any]]:
+def labelled_leaves(value: Any) -> Iterator[tuple[str, Any]]:
     """Yield the leaves of a value with their paths."""
     leaves, structure = flatten(value)
     return zip(structure.labels(), leaves, strict=True)

@@ -16,7 +16,7 @@ from penstock.ranks.settings.setting_differences import (
     Description,
     differences,
     message_of,
-    shortened,
+    shorten_texts,
 )
 from penstock.runtime.run_description import describe, describe_run
 from penstock.stage.stage_builder import Training
@@ -194,7 +194,7 @@ def test_layers_that_an_earlier_pipeline_trained_elsewhere_may_not_be_trained_he
 def test_long_values_are_shown_around_their_first_difference():
     """The difference would be lost in a program of a thousand ops."""
     one, other = "a" * 500 + "b" + "c" * 500, "a" * 500 + "d" + "c" * 500
-    texts = shortened([one, other])
+    texts = shorten_texts([one, other])
     assert all(len(text) < 120 for text in texts)
     assert "ab" in texts[0]
     assert "ad" in texts[1]

@@ -11,7 +11,7 @@ from torch import nn
 import penstock as ps
 from penstock.batches.batch import make_batch
 from penstock.modules.side_loss import side_loss
-from penstock.runtime.comparison.one_device import OneDevice, _weighted
+from penstock.runtime.comparison.one_device import OneDevice, _weighted_loss
 
 CPU = torch.device("cpu")
 
@@ -171,5 +171,5 @@ def test_sparse_gradients_are_dense_and_missing_ones_zero():
 def test_side_losses_have_the_share_of_samples_and_the_loss_its_weight(weight, share):
     """These are equal unless the loss has weights of its own."""
     loss, sides = torch.tensor(8.0), [torch.tensor(2.0), torch.tensor(3.0)]
-    assert float(_weighted(loss, sides, weight, share)) == 8 * weight + 5 * share
-    assert float(_weighted(loss, [], weight, share)) == 8 * weight
+    assert float(_weighted_loss(loss, sides, weight, share)) == 8 * weight + 5 * share
+    assert float(_weighted_loss(loss, [], weight, share)) == 8 * weight

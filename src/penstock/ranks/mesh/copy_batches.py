@@ -90,14 +90,14 @@ class CopyBatches:
     @naming_lost_ranks("could not connect to the other ranks of the mesh")
     def __post_init__(self) -> None:
         timeout = timedelta(seconds=self.world.deadline_s)
-        self._all_processes = self._watched(dist.new_group(None, timeout, "gloo"))
+        self._all_processes = self._watch_group(dist.new_group(None, timeout, "gloo"))
         last_ranks = self.schedule.ranks_of_stage[-1]
         for members in self.mesh.pipelines:
             # In all processes of the job in one order, as torch creates groups.
             processes = [members[rank] for rank in last_ranks]
             group = dist.new_group(processes, timeout, "gloo")
             if dist.get_rank() in processes and len(processes) > 1:
-                self._last_stage_group = self._watched(group)
+                self._last_stage_group = self._watch_group(group)
 
     @classmethod
     def of(
@@ -124,7 +124,7 @@ class CopyBatches:
         # A loss that a traced model computes is counted by the inputs.
         return cls(mesh, world, setting.schedule, traced.variants is not None, compares)
 
-    def _watched(self, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    def _watch_group(self, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
         """Return a group, which is closed when the run is stopped."""
         assert group is not None
         self.world.watch_group(group)

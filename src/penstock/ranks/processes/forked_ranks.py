@@ -105,7 +105,7 @@ class _Server:
     """A running fork server.
 
     Args:
-        inherited: what its ranks inherit from it, see `_inherited`.
+        inherited: what its ranks inherit from it, see `_inherited_state`.
     """
 
     def __init__(self, inherited: object) -> None:
@@ -207,7 +207,7 @@ class ForkServer:
 
     def _current(self) -> _Server | None:
         """Return the server, started if there is none that ranks can inherit from."""
-        inherited = _inherited()
+        inherited = _inherited_state()
         server = self._server
         if server and (server.owner != os.getpid() or server.inherited != inherited):
             self._drop()
@@ -260,7 +260,7 @@ def search_path() -> list[str]:
     return [entry or str(Path.cwd()) for entry in sys.path]
 
 
-def _inherited() -> object:
+def _inherited_state() -> object:
     """Return what a process inherits from its parent and cannot be told later.
 
     Libraries read their settings from the environment when they are imported.

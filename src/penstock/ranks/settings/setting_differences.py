@@ -111,12 +111,12 @@ def _compare(topic: str, values: Mapping[int, str]) -> list[str]:
         return []
     parts = [
         f"{text} on {format_ranks(ranks)}"
-        for text, ranks in zip(shortened(list(groups)), groups.values(), strict=True)
+        for text, ranks in zip(shorten_texts(list(groups)), groups.values(), strict=True)
     ]
     return [f"{topic}: {'; '.join(parts)}"]
 
 
-def shortened(texts: Sequence[str]) -> list[str]:
+def shorten_texts(texts: Sequence[str]) -> list[str]:
     """Shorten long texts that differ to the part around their first difference."""
     if max(map(len, texts)) <= _WIDTH:
         return list(texts)
@@ -142,10 +142,10 @@ def _compare_lists(topic: str, lists: Sequence[Sequence[tuple[str, str]]]) -> li
         for place in range(max(map(len, lists))):
             values = {rank: _row(rows, place) for rank, rows in enumerate(lists)}
             lines += _compare(f"{topic} {place}", values)
-    return _limited(lines, f"{topic}: {{}} more differ")
+    return _first_lines(lines, f"{topic}: {{}} more differ")
 
 
-def _limited(lines: list[str], rest: str) -> list[str]:
+def _first_lines(lines: list[str], rest: str) -> list[str]:
     """Return the first lines, and a line with the number of the others in the place of {}."""
     more = len(lines) - _LINES_PER_KIND
     return lines if more <= 0 else [*lines[:_LINES_PER_KIND], rest.format(more)]
@@ -182,7 +182,7 @@ def _compare_weights(ranks: Sequence[Description]) -> list[str]:
             values = {rank: text for rank, text in values.items() if text not in (META, STALE)}
         texts = {rank: _weights_in_words(text) for rank, text in values.items()}
         lines += _compare(f"weights of layer {layer!r}", texts)
-    return _limited(lines, "weights of layer: {} more layers differ")
+    return _first_lines(lines, "weights of layer: {} more layers differ")
 
 
 def _weights_in_words(text: str) -> str:

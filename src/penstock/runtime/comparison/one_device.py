@@ -25,7 +25,7 @@ from penstock.runtime.comparison.reference_model import reference_model
 from penstock.stage import stage_state as state
 from penstock.stage.stage_builder import Training
 from penstock.tracing.slices import has_past
-from penstock.values.structure import labelled, map_tensors
+from penstock.values.structure import labelled_leaves, map_tensors
 
 
 @dataclass
@@ -82,11 +82,11 @@ class OneDevice:
         for row in batch.rows():
             pasts: dict[int, Any] = {}
             for n in row:
-                with self._mixed(), collecting_side_losses() as sides:
+                with self._autocast(), collecting_side_losses() as sides:
                     value = self._forward(batch, n, pasts)
                     loss = stage_loss.of(batch, n, value, sides)
                 assert batch.loss_weights is not None
-                pending.append(_weighted(loss, sides, batch.loss_weights[n], batch.shares[n]))
+                pending.append(_weighted_loss(loss, sides, batch.loss_weights[n], batch.shares[n]))
                 self.sides = self.sides or bool(sides)
             # A loss on the joined outputs is computed after the last forward, see `JointLosses`:
             # the backwards can only follow then.
@@ -104,9 +104,9 @@ class OneDevice:
         stage_loss = StageLoss(
             self.training.loss, self.device, LossOptions(), self.training.seed, self.modules
         )
-        with self._mixed(), collecting_side_losses() as sides:
+        with self._autocast(), collecting_side_losses() as sides:
             loss = stage_loss.of(batch, 0, self._forward(batch, 0, {}), sides)
-        _backward([_weighted(loss, sides, 1.0, 1.0)])
+        _backward([_weighted_loss(loss, sides, 1.0, 1.0)])
         self.loss = float(batch.loss_shares([0]))
 
     def _begin(self, values: Mapping[str, Tensor], micro_batches: int) -> None:
@@ -157,7 +157,7 @@ class OneDevice:
                 drew = drew or not equal_states(host_generators, host_state())
         return value, drew
 
-    def _mixed(self) -> AbstractContextManager[None]:
+    def _autocast(self) -> AbstractContextManager[None]:
         """Return the autocast context of the training."""
         dtype = self.training.options.autocast_dtype
         return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype=dtype)
@@ -195,13 +195,13 @@ def output_leaves(batch: Batch, outputs: Mapping[int, Any]) -> dict[str, list[Te
     leaves: dict[str, list[Tensor]] = {}
     for row in batch.rows():
         value = outputs[row[0]] if len(row) == 1 else join([outputs[n] for n in row], dim=1)
-        for path, leaf in labelled(value):
+        for path, leaf in labelled_leaves(value):
             if isinstance(leaf, Tensor):
                 leaves.setdefault(f"output{path}", []).append(leaf.detach().cpu())
     return leaves
 
 
-def _weighted(loss: Tensor, sides: Sequence[Tensor], weight: float, share: float) -> Tensor:
+def _weighted_loss(loss: Tensor, sides: Sequence[Tensor], weight: float, share: float) -> Tensor:
     """Return a micro-batch's contribution to the loss of the batch.
 
     Args:

@@ -21,7 +21,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn.modules import module as torch_module
 
 from penstock.tracing.faults import Refused, is_torchs
-from penstock.tracing.python_state.python_values import described, is_mutable, summary
+from penstock.tracing.python_state.python_values import describe_value, is_mutable, summary
 
 #: Value of an attribute that does not exist.
 MISSING = object()
@@ -153,7 +153,9 @@ class Reads:
         elif self._is_size(old, new):
             self.sizes[path, name] = str(new)
         else:
-            raise Refused(carried(path, name, f"from {described(old)} to {described(new)}"))
+            raise Refused(
+                carried_message(path, name, f"from {describe_value(old)} to {describe_value(new)}")
+            )
         self._add_written(path, name)
 
     def _check_contents(self, reads: _ModuleReads, name: str, value: Any) -> None:
@@ -162,7 +164,7 @@ class Reads:
         if before is None or before == summary(value):
             return
         if not _only_caches_added(before, value):
-            raise Refused(carried(reads.path, name, "in place"))
+            raise Refused(carried_message(reads.path, name, "in place"))
         self._add_written(reads.path, name)
 
     def _add_written(self, path: str, name: str) -> None:
@@ -189,7 +191,7 @@ def _record(reads: _ModuleReads, name: str) -> None:
             reads.contents[name] = summary(value)
 
 
-def carried(path: str, name: str, how: str) -> str:
+def carried_message(path: str, name: str, how: str) -> str:
     """Return the message for an attribute that goes from one call to the next."""
     return (
         f"its forward changes `{name}` of {path or 'the model'} {how} and reads it in the next "

@@ -101,7 +101,7 @@ def containers(value: Any, visited: set[int]) -> Iterator[Any]:
         yield from containers(item, visited)
 
 
-def saved(container: Any) -> Any:
+def copy_container(container: Any) -> Any:
     """Return a copy that equals a container from `containers` as long as that is unchanged."""
     if isinstance(container, dict):
         return dict(container)
@@ -151,7 +151,7 @@ def version_of(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def described(value: Any) -> str:
+def describe_value(value: Any) -> str:
     """Return a short text for a value, for messages."""
     if isinstance(value, Tensor):
         return f"a tensor of {tuple(value.shape)}"

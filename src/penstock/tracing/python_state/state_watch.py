@@ -21,9 +21,9 @@ from penstock.tracing.python_state.attribute_reads import MISSING, TORCHS, is_us
 from penstock.tracing.python_state.python_values import (
     array_bytes,
     containers,
-    described,
+    copy_container,
+    describe_value,
     is_array,
-    saved,
     summary,
     version_of,
 )
@@ -154,7 +154,7 @@ class Watch:
         elif is_array(container):
             self._arrays.append((container, array_bytes(container)))
         else:
-            self._contents.append((container, saved(container)))
+            self._contents.append((container, copy_container(container)))
 
     def unchanged(self) -> bool:
         """Return whether all objects are the same with the same contents.
@@ -322,4 +322,4 @@ def _is_plain(value: Any) -> bool:
 def _change_text(variable: _Variable) -> str:
     if variable.value is variable.present:
         return f"{variable.where} has changed in place"
-    return f"{variable.where} was {described(variable.value)} and is {described(variable.present)}"
+    return f"{variable.where} was {describe_value(variable.value)} and is {describe_value(variable.present)}"

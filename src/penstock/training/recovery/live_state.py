@@ -28,7 +28,7 @@ from penstock.checkpoint.checkpoint_fit import parameter_names
 from penstock.checkpoint.checkpoint_index import Checkpoint, FileSum
 from penstock.checkpoint.checkpoint_options import CheckpointOptions
 from penstock.errors import FileError, PeerFailed, PenstockError, SettingError
-from penstock.modules.state_names import prefix_of
+from penstock.modules.state_names import full_name, prefix_of
 from penstock.runtime.pipeline import Pipeline
 from penstock.stage.stage import Stage
 from penstock.stage.stage_state import owned_tensors, stage_tensors
@@ -225,7 +225,7 @@ def _buffer_places(stage: Stage) -> dict[str, _Place]:
         root = prefix_of(layer.name, layer.module)
         for path, module in layer.module.named_modules(prefix=root, remove_duplicate=False):
             for key in module._buffers.keys() - module._non_persistent_buffers_set:
-                places[f"{path}.{key}" if path else key] = module._buffers, key
+                places[full_name(path, key)] = module._buffers, key
     return places
 
 
