@@ -33,12 +33,7 @@ def sample_count(value: Any, what: str) -> int:
 def token_count(value: Any, what: str) -> int:
     """Return the common size of the second dimension of all tensors in `value`.
 
-    Args:
-        value: nested tensors.
-        what: their name, for the message.
-
-    Raises:
-        SettingError: there is no tensor, a tensor has no second dimension, or the sizes differ.
+    Arguments and errors are those of `sample_count`.
     """
     requirement = (
         f"the schedule cuts sequences, so {what} must be tensors with the same number of tokens, "

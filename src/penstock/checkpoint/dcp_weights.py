@@ -162,19 +162,18 @@ def _storage_damage(folder: Path, metadata: Any) -> str:
     """Return what is wrong with the files and sizes that the metadata names; empty if nothing
     is.
     """
-    available = 0
     for info in metadata.storage_data.values():
         name = info.relative_path
         if not isinstance(name, str) or Path(name).name != name:
             return f"it names {str(name)[:80]!r}, which is no file in the folder"
         if getattr(info, "transform_descriptors", None):
             return "its files are transformed (compressed or encrypted)"
-    files = {info.relative_path for info in metadata.storage_data.values()}
-    for name in files:
+    files = {folder / info.relative_path for info in metadata.storage_data.values()}
+    for file in files:
         # A link could lead out of the folder.
-        if (folder / name).is_symlink() or not (folder / name).is_file():
-            return f"there is no file {name}"
-        available += (folder / name).stat().st_size
+        if file.is_symlink() or not file.is_file():
+            return f"there is no file {file.name}"
+    available = sum(file.stat().st_size for file in files)
     for key, form in metadata.state_dict_metadata.items():
         size = _bytes_of(form)
         # `load_dcp_weights` allocates this size before it reads.

@@ -76,18 +76,9 @@ def optimizer_state(stage: Stage, prefix: str) -> tuple[dict[str, Tensor], dict[
         options = _plain_options(group)
         for parameter in group["params"]:
             name = names[parameter]
-            plain_state: dict[str, Any] = {}
-            for key, value in optimizer.state.get(parameter, {}).items():
-                if isinstance(value, Tensor):
-                    saved = whole(value).detach().to("cpu", copy=True).contiguous()
-                    tensors[f"{prefix}optimizer/{name}/{key}"] = saved
-                elif _is_plain(value):
-                    plain_state[key] = value
-                else:
-                    raise SettingError(
-                        f"{type(optimizer).__name__} keeps a {type(value).__name__} as {key!r} of "
-                        f"{name}: a checkpoint can hold tensors and plain numbers"
-                    )
+            state, plain_state = _parameter_state(optimizer, parameter, name)
+            for key, value in state.items():
+                tensors[f"{prefix}optimizer/{name}/{key}"] = value
             facts[f"{prefix}{name}"] = {
                 "options": options,
                 "state": plain_state,
@@ -95,6 +86,29 @@ def optimizer_state(stage: Stage, prefix: str) -> tuple[dict[str, Tensor], dict[
                 "kind": kind,
             }
     return tensors, facts
+
+
+def _parameter_state(
+    optimizer: Optimizer, parameter: Tensor, name: str
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the tensors, copied to the CPU, and the plain values that belong to one parameter.
+
+    Raises:
+        SettingError: there is something else.
+    """
+    tensors: dict[str, Tensor] = {}
+    plain: dict[str, Any] = {}
+    for key, value in optimizer.state.get(parameter, {}).items():
+        if isinstance(value, Tensor):
+            tensors[key] = whole(value).detach().to("cpu", copy=True).contiguous()
+        elif _is_plain(value):
+            plain[key] = value
+        else:
+            raise SettingError(
+                f"{type(optimizer).__name__} keeps a {type(value).__name__} as {key!r} of "
+                f"{name}: a checkpoint can hold tensors and plain numbers"
+            )
+    return tensors, plain
 
 
 def restore_optimizer(

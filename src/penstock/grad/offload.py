@@ -55,6 +55,15 @@ def has_own_memory(tensor: Tensor) -> bool:
     return tensor.device.type not in ("cpu", "meta")
 
 
+def _is_worth_a_copy(tensor: Tensor) -> bool:
+    """Return whether a tensor is dense and large, and its copy not larger than it is."""
+    if tensor.layout is not torch.strided or tensor.nbytes < SMALLEST:
+        return False
+    # The elements of an expanded tensor share memory, those of a copy do not.
+    strides = zip(tensor.stride(), tensor.shape, strict=True)
+    return not any(stride == 0 and extent > 1 for stride, extent in strides)
+
+
 @contextmanager
 def offloading(
     weights: frozenset[int],
@@ -81,15 +90,9 @@ def offloading(
     def pack(tensor: Tensor) -> SavedVersion | _Offloaded:
         """Move a saved tensor to host memory if it is worth it and within the share."""
         nonlocal total_bytes, moved_bytes
-        if tensor.layout is not torch.strided or tensor.nbytes < SMALLEST or not moves(tensor):
+        if not _is_worth_a_copy(tensor) or not moves(tensor):
             return SavedVersion(tensor, holds=True)
-        # A copy of an expanded tensor takes more memory than the tensor, and a weight stays where it
-        # is anyway.
-        is_expanded = any(
-            stride == 0 and extent > 1
-            for stride, extent in zip(tensor.stride(), tensor.shape, strict=True)
-        )
-        if is_expanded or tensor.untyped_storage().data_ptr() in weights:
+        if tensor.untyped_storage().data_ptr() in weights:
             return SavedVersion(tensor, holds=True)
         key = tensor.data_ptr(), tensor._version, tensor.shape, tensor.stride(), tensor.dtype
         copy = offloaded.get(key)

@@ -342,17 +342,13 @@ def _layer_faults(
         f"'{name}' declared '{skip_name}' both as stashable and as poppable"
         for skip_name in sorted(both)
     ]
-    for skip in layer.stashable():
-        if skip.name in both:
-            continue
+    for skip in (skip for skip in layer.stashable() if skip.name not in both):
         if skip in stashed:
             faults.append(
                 f"'{name}' redeclared '{skip.name}' as stashable but not isolated by namespace"
             )
         stashed[skip] = None
-    for skip in layer.poppable():
-        if skip.name in both:
-            continue
+    for skip in (skip for skip in layer.poppable() if skip.name not in both):
         if skip in popped:
             faults.append(
                 f"'{name}' redeclared '{skip.name}' as poppable but not isolated by namespace"

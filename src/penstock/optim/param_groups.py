@@ -99,9 +99,8 @@ def separate_tensors(optimizers: Sequence[Optimizer]) -> None:
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             for key, value in group.items():
-                if not isinstance(value, Tensor):
-                    continue
-                if owners.setdefault(id(value), optimizer) is not optimizer:
+                is_tensor = isinstance(value, Tensor)
+                if is_tensor and owners.setdefault(id(value), optimizer) is not optimizer:
                     group[key] = value.clone()
 
 

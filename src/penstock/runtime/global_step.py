@@ -186,19 +186,16 @@ class GlobalStep:
         parallel = next(iter(interpreter.parallel.values()), None)
         if parallel is not None:
             parallel.sum_over_tensor_ranks(nonfinite)
+
+        def norms(index: int) -> Tensor:
+            parameters = interpreter.stages[index].update.parameters
+            return norms_of(parameters, device, self.options.clip_norm_type)
+
         for index in interpreter.parallel:
             if index not in self._homes[rank]:
-                # The processes that share a stage compute its norms together.
-                norms_of(
-                    interpreter.stages[index].update.parameters, device, self.options.clip_norm_type
-                )
+                norms(index)  # which the processes that share a stage compute together
         # Replicas of a stage have the same gradients, and count once: on the stage's home rank.
-        rows = [
-            norms_of(
-                interpreter.stages[stage].update.parameters, device, self.options.clip_norm_type
-            )
-            for stage in self._homes[rank]
-        ]
+        rows = [norms(index) for index in self._homes[rank]]
         total, nonfinite = self._global_norm(interpreter, rows, nonfinite)
         if parallel is not None:
             total = parallel.share_over_tensor_ranks(total.contiguous())

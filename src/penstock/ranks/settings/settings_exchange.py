@@ -211,16 +211,15 @@ def report_failures(init: _Init) -> _Init:
             init(self, *args, **kwargs)
         except BaseException as error:
             exchange: SettingsExchange | None = getattr(self, "_settings_exchange", None)
-            alone = kwargs.get("executor") == "threads" or not (
-                dist.is_available() and dist.is_initialized()
-            )
-            if exchange is None and not alone:
+            has_peers = dist.is_available() and dist.is_initialized()
+            has_peers = has_peers and kwargs.get("executor") != "threads"
+            if exchange is None and has_peers:
                 # With a mesh this is the comparison of all processes of the job, which comes first.
                 exchange = SettingsExchange.next(0.0)
             if exchange is not None and not exchange.closed:
                 exchange.fail(error)
             world = getattr(self, "_world", None)
-            if world is not None and not alone:
+            if world is not None and has_peers:
                 world.abandon(error)
                 world.close()
             raise

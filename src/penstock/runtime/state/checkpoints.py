@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import NamedTuple, Self
 
 import torch
@@ -132,13 +131,8 @@ class Checkpoints:
         self._entered = True
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._signals.__exit__(kind, error, trace)
+    def __exit__(self, *details: object) -> None:
+        self._signals.__exit__(*details)
         self._entered = False
         if self._lock is not None:
             self._lock.release()

@@ -382,19 +382,11 @@ def _nccl_obstacles(
     sharers: Sequence[tuple[int, ...]],
 ) -> tuple[tuple[list[int], str], ...]:
     """Return the reasons against NCCL, each with the ranks that it holds for."""
-    without_nccl: list[int] = []
-    on_slices: list[int] = []
-    without_uuid: list[int] = []
-    on_shared_cards: list[int] = []
-    for rank, choice in enumerate(choices):
-        if not ranks[rank].nccl:
-            without_nccl.append(rank)
-        if choice.card and choice.card.mig:
-            on_slices.append(rank)
-        if choice.card and not choice.card.uuid:
-            without_uuid.append(rank)
-        if sharers[rank]:
-            on_shared_cards.append(rank)
+    cards = [(rank, choice.card) for rank, choice in enumerate(choices) if choice.card]
+    without_nccl = [rank for rank, facts in enumerate(ranks) if not facts.nccl]
+    on_slices = [rank for rank, card in cards if card.mig]
+    without_uuid = [rank for rank, card in cards if not card.uuid]
+    on_shared_cards = [rank for rank, others in enumerate(sharers) if others]
     return (
         (without_nccl, "torch has no NCCL on"),
         (on_slices, "NCCL does not serve MIG slices, which are the devices of"),

@@ -12,7 +12,6 @@ import threading
 import time
 from contextlib import suppress
 from datetime import timedelta
-from types import TracebackType
 from typing import Self
 
 from torch._C._distributed_c10d import TCPStore
@@ -108,10 +107,7 @@ class StoreWatch:
         return self
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
+        self, kind: type[BaseException] | None, error: BaseException | None, *details: object
     ) -> None:
         self._done.set()
         if self._reason is not None and isinstance(error, Exception):
