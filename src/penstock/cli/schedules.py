@@ -131,7 +131,7 @@ def _print_comparison(comparison: list[ScheduleFigures], *, grouped: bool) -> No
     catalogue = list_schedules()
     rows = []
     for figures in comparison:
-        synchronous = "yes" if catalogue[figures.name].synchronous else "no"
+        synchronous = _yes_or_no(catalogue[figures.name].synchronous)
         rows.append((figures.name, *_cells(figures), synchronous))
     if grouped:
         rows.sort(key=lambda row: row[-1], reverse=True)
@@ -144,11 +144,20 @@ def _cells(figures: ScheduleFigures) -> tuple[str, ...]:
         str(figures.stages),
         f"{figures.bubble_ratio:.1%}".replace("%", " %"),
         f"{figures.span_bubble_ratio:.1%}".replace("%", " %"),
-        f"{figures.makespan:.2f}".rstrip("0").rstrip("."),
-        f"{figures.in_flight:.2f}".rstrip("0").rstrip("."),
-        f"{figures.weights:.2f}".rstrip("0").rstrip("."),
-        "yes" if figures.splits_backward else "no",
+        _short(figures.makespan),
+        _short(figures.in_flight),
+        _short(figures.weights),
+        _yes_or_no(figures.splits_backward),
     )
+
+
+def _short(number: float) -> str:
+    """Write a number with up to two decimals."""
+    return f"{number:.2f}".rstrip("0").rstrip(".")
+
+
+def _yes_or_no(flag: bool) -> str:
+    return "yes" if flag else "no"
 
 
 def _left_out_lines(left_out: dict[str, str]) -> list[str]:
@@ -209,10 +218,10 @@ def _list_schedules(json: bool) -> None:
         rows.append(
             (
                 name,
-                "yes" if facts.synchronous else "no",
+                _yes_or_no(facts.synchronous),
                 facts.weights,
                 facts.stages_per_rank,
-                "yes" if facts.splits_backward else "no",
+                _yes_or_no(facts.splits_backward),
                 facts.source,
             )
         )

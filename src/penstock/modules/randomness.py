@@ -106,7 +106,7 @@ def has_dropout(module: nn.Module) -> bool:
 
 def runs_user_code(module: nn.Module) -> bool:
     """Return whether a module's forward or backward may run Python code that is not torch's."""
-    if getattr(module, "draws", None) is False:  # a layer of a traced model: torch ops only
+    if _draws(module) is False:  # a layer of a traced model: torch ops only
         return False
     return any(_part_runs_user_code(part) for part in module.modules())
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -78,13 +78,7 @@ def turns_of(programs: Sequence[Sequence[Step]]) -> tuple[Turn, ...]:
     Args:
         programs: by rank, the steps of its program; they cannot deadlock.
     """
-    return tuple(_turns(programs))
-
-
-def _turns(programs: Sequence[Sequence[Step]]) -> Iterator[Turn]:
-    """Yield the steps of all ranks in an order in which none waits: a rank is skipped until its
-    message has been sent.
-    """
+    turns: list[Turn] = []
     waiting = [deque(program) for program in programs]
     # By rank, the messages that other ranks send to it: that it has posted, and that have been
     # sent.
@@ -101,4 +95,5 @@ def _turns(programs: Sequence[Sequence[Step]]) -> Iterator[Turn]:
             step = steps.popleft()
             for peer, message in step.sends:
                 sent[peer].add(message)
-            yield rank, step
+            turns.append((rank, step))
+    return tuple(turns)

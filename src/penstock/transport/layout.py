@@ -94,7 +94,7 @@ class Layout:
         """Return tensors over the slot's memory, each starting at a cache line."""
         views, start = [], slot.start
         for form in self.forms:
-            shape = form.shape if form.stride is None else form.packed_shape
+            shape = form.packed_shape
             dtype = form.torch_dtype
             flat = slot.segment.bytes[start : start + math.prod(shape) * dtype.itemsize]
             views.append(flat.view(dtype).view(shape))
@@ -114,5 +114,4 @@ def key_of(payload: Payload) -> tuple[object, ...]:
 
 def _padded_bytes(form: TensorForm) -> int:
     """Return the bytes of a tensor, rounded up to whole cache lines."""
-    shape = form.shape if form.stride is None else form.packed_shape
-    return -(-math.prod(shape) * form.torch_dtype.itemsize // LINE) * LINE
+    return -(-math.prod(form.packed_shape) * form.torch_dtype.itemsize // LINE) * LINE

@@ -55,6 +55,8 @@ class TensorForm:
     @property
     def packed_shape(self) -> tuple[int, ...]:
         """Shape of the contiguous tensor that is sent."""
+        if self.stride is None:
+            return self.shape
         shape, order = self._compact()
         return tuple(shape[dim] for dim in order)
 
@@ -96,8 +98,7 @@ class TensorForm:
         """Return an uninitialised tensor for what `packed` returns, on the CPU or another
         device.
         """
-        shape = self.shape if self.stride is None else self.packed_shape
-        return torch.empty(shape, dtype=self.torch_dtype, device=device or "cpu")
+        return torch.empty(self.packed_shape, dtype=self.torch_dtype, device=device or "cpu")
 
     def _compact(self) -> tuple[tuple[int, ...], list[int]]:
         """Return the shape without repeated elements, and the dimensions from longest to shortest

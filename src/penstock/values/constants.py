@@ -62,9 +62,12 @@ def describe(value: Any) -> tuple[str, str]:
     """Return kind and content of a constant, the same in every process; of other objects, the kind
     alone.
     """
-    cls = type(value)
-    sealed = cls in PLAIN or isinstance(value, _SEALED)
-    return name_of(cls), repr(value) if sealed else ""
+    return name_of(type(value)), repr(value) if _is_sealed(value) else ""
+
+
+def _is_sealed(value: Any) -> bool:
+    """Whether a value holds no tensor, and its `repr` tells all of it."""
+    return type(value) in PLAIN or isinstance(value, _SEALED)
 
 
 def same_constant(first: Any, second: Any) -> bool:
@@ -75,7 +78,7 @@ def same_constant(first: Any, second: Any) -> bool:
         return True
     if type(first) is not type(second):
         return False
-    if type(first) in PLAIN or isinstance(first, _SEALED):
+    if _is_sealed(first):
         return repr(first) == repr(second)
     try:
         return bool(first == second)
@@ -85,34 +88,25 @@ def same_constant(first: Any, second: Any) -> bool:
 
 def key_of(value: Any) -> tuple[Any, ...]:
     """Return a hashable key that equal constants share, for comparisons inside this process."""
-    cls = type(value)
-    if cls in PLAIN or isinstance(value, _SEALED):
-        return cls, repr(value)
-    return cls, id(value)
+    return type(value), repr(value) if _is_sealed(value) else id(value)
 
 
 def holds_tensor(value: Any) -> bool:
     """Whether a tensor can be reached from an object through the garbage collector's references.
     True also if there are too many objects to examine.
     """
-    if type(value) in PLAIN or isinstance(value, (Whole, *_SEALED)):
-        return False
     visited: dict[int, Any] = {}
-    pending = _reachable(value)
+    pending = [value]
     while pending:
         candidate = pending.pop()
         if isinstance(candidate, Tensor):
             return True
-        if (
-            type(candidate) in PLAIN
-            or isinstance(candidate, (Whole, *_SEALED))
-            or id(candidate) in visited
-        ):
-            continue
-        visited[id(candidate)] = candidate
-        if len(visited) > _MAX_OBJECTS:
-            return True
-        pending += _reachable(candidate)
+        is_searched = not _is_sealed(candidate) and not isinstance(candidate, Whole)
+        if is_searched and id(candidate) not in visited:
+            visited[id(candidate)] = candidate
+            if len(visited) > _MAX_OBJECTS:
+                return True
+            pending += _reachable(candidate)
     return False
 
 

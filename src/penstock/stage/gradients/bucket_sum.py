@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from penstock.ranks.buckets import gradient_flags
 from penstock.simulate.overlapped_sums import BUCKET_BYTES
 from penstock.stage.gradients.bucket_reduction import BucketLayout, Reduction, ReductionFactory
-from penstock.stage.gradients.shared_memory_sum import dense
+from penstock.stage.gradients.shared_memory_sum import dense, same_parameters
 from penstock.transport.replica_collectives import ReplicaCollectives
 from penstock.transport.wire import PendingWork
 
@@ -181,9 +181,7 @@ class BucketSum:
 
     def _prepare(self, parameters: Sequence[nn.Parameter]) -> None:
         """Divide the parameters into buckets, if they are other ones than before."""
-        if len(parameters) == len(self._parameters) and all(
-            new is old for new, old in zip(parameters, self._parameters, strict=True)
-        ):
+        if same_parameters(parameters, self._parameters):
             return
         groups: list[list[nn.Parameter]] = []
         open_groups: dict[torch.dtype, list[nn.Parameter]] = {}

@@ -156,7 +156,7 @@ class SharedMemorySum:
     def existing_area(self, parameters: Sequence[nn.Parameter]) -> SharedArea | None:
         """Return the segments that `area` has made for some parameters, if it has."""
         area = self._area
-        return area if area is not None and _same(area.parameters, parameters) else None
+        return area if area is not None and same_parameters(area.parameters, parameters) else None
 
     def area(self, parameters: Sequence[nn.Parameter]) -> SharedArea | None:
         """Return the segments for some parameters; None if there is no memory for them.
@@ -167,7 +167,7 @@ class SharedMemorySum:
         area = self.existing_area(parameters)
         if area is not None:
             return area
-        if self._unavailable is not None and _same(self._unavailable, parameters):
+        if self._unavailable is not None and same_parameters(self._unavailable, parameters):
             return None
         self._await_copies()
         self._area = self._make_area(parameters)
@@ -337,6 +337,6 @@ def dense(parameter: nn.Parameter, stage: int) -> Tensor:
     return grad
 
 
-def _same(first: Sequence[nn.Parameter], second: Sequence[nn.Parameter]) -> bool:
+def same_parameters(first: Sequence[nn.Parameter], second: Sequence[nn.Parameter]) -> bool:
     """Whether two sequences hold the same parameters."""
     return len(first) == len(second) and all(map(lambda a, b: a is b, first, second))
