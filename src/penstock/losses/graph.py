@@ -112,7 +112,7 @@ def nonlinearities(loss: Tensor, outputs: Iterable[Tensor]) -> list[Nonlinearity
     return [
         Nonlinearity(_function(node), _size(node))
         for node in order
-        if depends[node] and _is_piecewise(node)
+        if depends[node] and _function(node) in _PIECEWISE | _PIECEWISE_LOSSES
     ]
 
 
@@ -193,10 +193,6 @@ def _function(node: Any) -> str:
     """Return a node's name without `Backward0`."""
     name: str = node.name()
     return name.rstrip("0123456789").removesuffix("Backward")
-
-
-def _is_piecewise(node: Any) -> bool:
-    return _function(node) in _PIECEWISE | _PIECEWISE_LOSSES
 
 
 def _size(node: Any) -> int:

@@ -66,10 +66,10 @@ class WorkingWeights:
             return
         if self._current == self.newest:
             self.copy_newest()
-        for name, cached in self._cached.items():
-            # The newest version needs no place among these: it has been copied aside.
-            if cached.soon and cached.content == self._current != self.newest:
-                self._store(name, cached)
+        else:
+            for name, cached in self._cached.items():
+                if cached.soon and cached.content == self._current:
+                    self._store(name, cached)
         values = self._stored(content)
         if values is not None:
             copy(self._memory(), values)

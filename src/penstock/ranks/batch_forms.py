@@ -42,7 +42,7 @@ def nested_form(x: Any, y: Any) -> tuple[str, list[Tensor]]:
         parts.append(
             f"{name} {words[0]}"
             if single
-            else f"{name} {_describe_nested(structure.describe(), words)}"
+            else f"{name} [{'; '.join(words)}] in {structure.describe()}"
         )
     return " and ".join(parts), tensors
 
@@ -91,10 +91,6 @@ def differ(rows: Sequence[Sequence[int | None]]) -> bool:
 
 def _shape(shape: torch.Size, dtype: torch.dtype) -> str:
     return f"{tuple(shape)} {str(dtype).removeprefix('torch.')}"
-
-
-def _describe_nested(structure: str, words: Sequence[str]) -> str:
-    return f"[{'; '.join(words)}] in {structure}"
 
 
 def _leaf(leaf: object) -> str:

@@ -251,7 +251,7 @@ class ComparedCalls(Calls):
             raise error
         entries = [json.loads(text) for text in self._store.multi_get(keys)]
         rows = {
-            rank: [row[0], _combine_checksums(row[6]), *row[2:5]]
+            rank: [row[0], crc_of(json.dumps(row[6])), *row[2:5]]
             for rank, row in enumerate(entries)
         }
         steps = {rank: f"step {row[5]}" for rank, row in enumerate(entries)}
@@ -410,11 +410,6 @@ def _description(row: Sequence[Any], *, with_values: bool) -> str:
 def _versions(tensors: Sequence[Tensor]) -> list[int]:
     """Return autograd's counts of changes in place; inference tensors have none."""
     return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
-
-
-def _combine_checksums(numbers: Sequence[int | None]) -> int:
-    """Return one checksum of a batch for a message."""
-    return crc_of(json.dumps(numbers))
 
 
 def _samplers(loader: object) -> list[object]:

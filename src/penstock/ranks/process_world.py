@@ -143,11 +143,7 @@ class DistributedWorld:
         if awaited is None or self._wire.lost:
             return None
         self._overdue = awaited
-        return str(
-            DeadlineExceeded(
-                self._rank, awaited, self._wire.deadline_s, self._board.describe_others()
-            )
-        )
+        return str(self._deadline_exceeded(awaited))
 
     def _check_links(self) -> None:
         """Raise if the links were closed: under NCCL, data received since then is garbage.
@@ -169,9 +165,12 @@ class DistributedWorld:
             DeadlineExceeded: the device waited too long.
         """
         if self._overdue is not None:
-            raise DeadlineExceeded(
-                self._rank, self._overdue, self._wire.deadline_s, self._board.describe_others()
-            )
+            raise self._deadline_exceeded(self._overdue)
+
+    def _deadline_exceeded(self, awaited: str) -> DeadlineExceeded:
+        """Return the error for a message that this rank has awaited too long."""
+        others = self._board.describe_others()
+        return DeadlineExceeded(self._rank, awaited, self._wire.deadline_s, others)
 
     def _stop(self) -> None:
         self._near.abort()

@@ -149,7 +149,8 @@ def restore(assembly: Assembly, state: Mapping[str, Any]) -> None:
     for optimizer in optimizers:
         # Optimizers without a stage exist on ranks without parameters, for the learning rate.
         if not any(optimizer is stage.update.optimizer for stage in assembly.stages):
-            _set_options(optimizer, groups)
+            for group, saved in zip(optimizer.param_groups, groups, strict=True):
+                group.update(_options(saved))
 
 
 def _parameter_keys(groups: Sequence[Mapping[str, Any]]) -> list[Any]:
@@ -194,12 +195,6 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
         for key, value in group.items()
         if key not in ("params", "param_names")
     }
-
-
-def _set_options(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Set the options of an optimizer's groups to those of saved groups."""
-    for group, saved in zip(optimizer.param_groups, groups, strict=True):
-        group.update(_options(saved))
 
 
 def _checked_groups(
