@@ -192,9 +192,9 @@ class Tied:
 
     def gather(self) -> None:
         """Send gradients to their homes, and add those that arrive, in the order of the ranks."""
-        number = UpdateMessage.TIED_GRADIENTS
+        kind = UpdateMessage.TIED_GRADIENTS
         arrivals = {
-            rank: self.transport.post(rank, number.of_run, _signature(number, tensors))
+            rank: self.transport.post(rank, kind.of_run, _signature(kind, tensors))
             for rank, tensors in self._home_tensors.items()
         }
         for home, tensors in self._remote_tensors.items():
@@ -206,8 +206,8 @@ class Tied:
             # What the other rank has no gradient of arrives as zeros, which change no sum. Where
             # all tensors have a gradient here, the flags need not be read, which would make the
             # host wait for the device.
-            is_sum = all(tensor.grad is not None for tensor in tensors)
-            has_grads = [True] * len(tensors) if is_sum else flags.tolist()
+            all_have = all(tensor.grad is not None for tensor in tensors)
+            has_grads = [True] * len(tensors) if all_have else flags.tolist()
             for tensor, has_grad, grad in zip(tensors, has_grads, grads, strict=True):
                 if has_grad:
                     total = tensor.grad
@@ -220,8 +220,8 @@ class Tied:
             torch.zeros_like(tensor) if tensor.grad is None else _dense(tensor.grad)
             for tensor in tensors
         ]
-        number = UpdateMessage.TIED_GRADIENTS
-        self._send(home, number, [flags, *Packed.of(grads).parts], _signature(number, tensors))
+        kind = UpdateMessage.TIED_GRADIENTS
+        self._send(home, kind, [flags, *Packed.of(grads).parts], _signature(kind, tensors))
         for tensor in tensors:
             tensor.grad = None
 
@@ -239,14 +239,14 @@ class Tied:
         remote_tensors: Mapping[int, list[Tensor]],
     ) -> None:
         """Send tensors to the ranks that hold them, and receive others; both by peer."""
-        number = UpdateMessage.TIED_WEIGHTS
+        kind = UpdateMessage.TIED_WEIGHTS
         # Receives first: two ranks that send to each other would else wait for each other.
         arrivals = {
-            home: self.transport.post(home, number.of_run, _signature(number, tensors))
+            home: self.transport.post(home, kind.of_run, _signature(kind, tensors))
             for home, tensors in remote_tensors.items()
         }
         for rank, tensors in home_tensors.items():
-            self._send(rank, number, Packed.of(tensors).parts, _signature(number, tensors))
+            self._send(rank, kind, Packed.of(tensors).parts, _signature(kind, tensors))
         with torch.no_grad():
             for home, arrival in arrivals.items():
                 tensors = remote_tensors[home]
@@ -254,17 +254,15 @@ class Tied:
                 for tensor, value in zip(tensors, values, strict=True):
                     tensor.copy_(value)
 
-    def _send(
-        self, rank: int, number: UpdateMessage, tensors: list[Tensor], signature: str
-    ) -> None:
+    def _send(self, rank: int, kind: UpdateMessage, tensors: list[Tensor], signature: str) -> None:
         """Send tensors to a rank."""
         payload = Payload.row(tensors)
-        self.guard(rank, lambda: self.transport.send(rank, number.of_run, payload, signature))
+        self.guard(rank, lambda: self.transport.send(rank, kind.of_run, payload, signature))
 
 
-def _signature(number: UpdateMessage, tensors: Sequence[Tensor]) -> str:
+def _signature(kind: UpdateMessage, tensors: Sequence[Tensor]) -> str:
     """Return a name for the form of a message, which depends on how many tensors are sent."""
-    return f"{number.name} {len(tensors)}"
+    return f"{kind.name} {len(tensors)}"
 
 
 def _dense(grad: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -223,23 +224,15 @@ class StageLayers:
         A layer is compiled by itself if it may draw random numbers or passes on slice state. With
         recompute, all are.
         """
-        group: list[_Part] = []
-        for part in parts:
-            separate = (
-                may_draw(part.module)
-                or has_dropout(part.module)
-                or part.slice_state
-                or bool(self.recomputed)
-            )
-            if not separate:
-                group.append(part)
-                continue
-            if group:
-                yield _compile_group(group, options)
-                group = []
-            yield replace(part, call=torch.compile(part.module, **options))
-        if group:
-            yield _compile_group(group, options)
+
+        def is_separate(part: _Part) -> bool:
+            draws = may_draw(part.module) or has_dropout(part.module)
+            return draws or part.slice_state or bool(self.recomputed)
+
+        for separate, neighbours in groupby(parts, is_separate):
+            group = list(neighbours)
+            for members in [[part] for part in group] if separate else [group]:
+                yield _compile_group(members, options)
 
 
 def _compile_group(group: Sequence[_Part], options: Mapping[str, Any]) -> _Part:

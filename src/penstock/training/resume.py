@@ -228,9 +228,8 @@ def drop_later_metrics(folder: Path, step: int) -> None:
         return
     lines = []
     # A line that is no UTF-8, after a loss of power, is no JSON either.
-    for line in path.read_text(encoding="utf-8", errors="surrogateescape").splitlines(
-        keepends=True
-    ):
+    text = path.read_text(encoding="utf-8", errors="surrogateescape")
+    for line in text.splitlines(keepends=True):
         try:
             values = json_value(line, str(path), finite=False)
         except FileError:  # the last line, which a killed process has not completed
