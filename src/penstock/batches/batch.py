@@ -237,7 +237,7 @@ def make_batch(
     if training:
         _check_no_grad(x, "inputs")
         _check_no_grad(y, "targets")
-    samples = _sample_count(x, y)
+    samples = common_sample_count(x, y)
     if part_sizes is None:
         sizes, slicing = micro_batch_sizes(samples, micro_batches, slicing)
     else:
@@ -264,7 +264,7 @@ def _cut(value: Any, sizes: Sequence[int]) -> list[Any]:
     return value.cut(sizes) if isinstance(value, BatchPart) else cut(value, sizes)
 
 
-def _sample_count(x: Any, y: Any) -> int:
+def common_sample_count(x: Any, y: Any) -> int:
     """Return the number of samples of a batch.
 
     Raises:

@@ -7,13 +7,16 @@ graph; a forward that took another branch differs by far more.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from penstock.errors import RunError
+from penstock.values.deferred_checks import DeferredChecks
 
 #: Minimum number of columns of a row, if a sample of the tensor has that many elements.
 _MIN_COLUMNS = 64
@@ -81,6 +84,33 @@ def difference_on_device(
         largest = _relative_differences(leaf, rows, expected_rows).max()
         flags.append(largest > _TOLERANCES.get(leaf.dtype, _TOLERANCE))
     return None, torch.stack(flags).any() if flags else None
+
+
+def check_equal(
+    leaves: Sequence[Any],
+    expected: Fingerprint,
+    checks: DeferredChecks | None,
+    error_of: Callable[[str], RunError],
+) -> None:
+    """Raise an error if tensors or constants differ from a fingerprint.
+
+    Args:
+        leaves: the tensors and constants.
+        expected: the fingerprint.
+        checks: receives the comparisons of values that are read later; None to read all at once.
+        error_of: returns the error for a text that tells the difference.
+
+    Raises:
+        RunError: they differ.
+    """
+    if checks is None or not checks.deferring:
+        mismatch = difference(leaves, expected)
+    else:
+        mismatch, differs = difference_on_device(leaves, expected)
+        if differs is not None:
+            checks.add(differs, str(error_of("other values")))
+    if mismatch is not None:
+        raise error_of(mismatch)
 
 
 def _form_difference(leaves: Sequence[Any], expected: Fingerprint) -> str | None:

@@ -35,12 +35,7 @@ from torch import Tensor, nn
 from penstock.errors import RunError
 from penstock.grad.attributes import Attributes, Values
 from penstock.grad.buffers import Buffers, Contents
-from penstock.grad.fingerprint import (
-    Fingerprint,
-    difference,
-    difference_on_device,
-    fingerprint,
-)
+from penstock.grad.fingerprint import Fingerprint, check_equal, fingerprint
 from penstock.grad.saved_version import SavedVersion
 from penstock.plan.segments import segments
 from penstock.values.deferred_checks import DeferredChecks
@@ -356,19 +351,11 @@ class _Forward:
 
     def _compare(self) -> None:
         """Compare the recomputed tensors with the fingerprints of the first forward."""
-        checks = self._segment.checks
         for index, expected in self._fingerprints.items():
             slot = self._slots[index]()
-            if slot is None or slot.saved is None or not slot.saved.unchanged:
-                continue
-            if checks is None or not checks.deferring:
-                mismatch = difference([slot.saved.tensor], expected)
-            else:
-                mismatch, differs = difference_on_device([slot.saved.tensor], expected)
-                if differs is not None:
-                    checks.add(differs, str(self._mismatch("other values")))
-            if mismatch is not None:
-                raise self._mismatch(mismatch)
+            if slot is not None and slot.saved is not None and slot.saved.unchanged:
+                recomputed = [slot.saved.tensor]
+                check_equal(recomputed, expected, self._segment.checks, self._mismatch)
         self._fingerprints = {}
 
     def _fill_next(self, tensor: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -16,12 +17,7 @@ from torch import nn
 from penstock.errors import RunError
 from penstock.grad.attributes import Attributes, Values
 from penstock.grad.buffers import Buffers, Contents
-from penstock.grad.fingerprint import (
-    Fingerprint,
-    difference,
-    difference_on_device,
-    fingerprint,
-)
+from penstock.grad.fingerprint import Fingerprint, check_equal, fingerprint
 from penstock.modules.recomputing import recomputing
 from penstock.values.deferred_checks import DeferredChecks
 
@@ -104,20 +100,12 @@ class SecondForwards:
             RunError: the results differ. On an accelerator other values are mostly reported in a
                 later batch, see `DeferredChecks`.
         """
-        if first.outcome is None:
-            return
-        place = f"{self._name}, micro-batch {micro_batch}"
-        if self._checks is None or not self._checks.deferring:
-            mismatch = difference(results, first.outcome)
-        else:
-            mismatch, differs = difference_on_device(results, first.outcome)
-            if differs is not None:
-                self._checks.add(differs, str(unlike(place, "other values")))
-        if mismatch is not None:
-            raise unlike(place, mismatch)
+        if first.outcome is not None:
+            place = f"{self._name}, micro-batch {micro_batch}"
+            check_equal(results, first.outcome, self._checks, partial(_mismatch, place))
 
 
-def unlike(place: str, mismatch: str) -> RunError:
+def _mismatch(place: str, mismatch: str) -> RunError:
     """Return the error for a second forward that differs from the first.
 
     Args:

@@ -228,7 +228,7 @@ class Payload:
         """
         forms = iter(self.forms())
         described = [
-            _form_to_json(next(forms)) if isinstance(leaf, Tensor) else {"constant": encode(leaf)}
+            vars(next(forms)) if isinstance(leaf, Tensor) else {"constant": encode(leaf)}
             for leaf in self.leaves
         ]
         structure = self.structure if isinstance(self.structure, str) else wire.dump(self.structure)
@@ -240,17 +240,6 @@ class Payload:
                 "shared": self.shared,
             }
         )
-
-
-def _form_to_json(form: TensorForm) -> dict[str, Any]:
-    """Return a tensor's form as JSON."""
-    stride = None if form.stride is None else list(form.stride)
-    return {
-        "shape": list(form.shape),
-        "dtype": form.dtype,
-        "wants_grad": form.wants_grad,
-        "stride": stride,
-    }
 
 
 def _leaf_from_json(leaf: dict[str, Any]) -> Any:

@@ -8,12 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from penstock.batches.batch import common_sample_count
 from penstock.batches.batch_parts import BatchPart
 from penstock.errors import RanksDiffer, SettingError
 from penstock.ranks.mesh.copy_batches import (
     CopyBatches,
     _describe_samples,
-    _sample_count,
     _Shares,
 )
 
@@ -96,7 +96,7 @@ def test_a_batch_that_no_copy_can_use_stops_the_others():
         with pytest.raises(SettingError, match=text) as raised:
             batches.joined(x, y)
         assert batches.world.failures.pop() is raised.value
-    assert _sample_count([torch.zeros(3, 1), torch.zeros(3)], torch.zeros(3)) == 3
+    assert common_sample_count([torch.zeros(3, 1), torch.zeros(3)], torch.zeros(3)) == 3
 
 
 def exchanging(batches, monkeypatch, rows):

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from penstock.batches.batch import common_sample_count
 from penstock.batches.batch_parts import BatchPart
 from penstock.batches.splitting import cut, even_sizes, join, sample_count
 from penstock.errors import RanksDiffer, SettingError
@@ -146,7 +147,7 @@ class CopyBatches:
         if isinstance(x, BatchPart):  # of `Pipeline.reader`, which reads from the joined batch
             return x, y
         try:
-            samples = _sample_count(x, y)
+            samples = common_sample_count(x, y)
         except SettingError as error:
             self.world.abandon(error)  # the other copies would wait for this one's batch
             raise
@@ -269,20 +270,6 @@ class CopyBatches:
         for work in works:
             self.world.wait_for(work, "the targets of all copies of the pipeline")
         return [unflatten(structure, column) for column in columns]
-
-
-def _sample_count(x: Any, y: Any) -> int:
-    """Return the number of samples of a batch.
-
-    Raises:
-        SettingError: there are none, or inputs and targets have different numbers.
-    """
-    samples = sample_count(x, "the inputs of a batch")
-    if y is not None:
-        targets = sample_count(y, "the targets of a batch")
-        if targets != samples:
-            raise SettingError(f"a batch has {samples} inputs and {targets} targets")
-    return samples
 
 
 def _describe_samples(value: Any) -> str:
