@@ -128,12 +128,40 @@ def test_tests_are_due_at_powers_of_two_and_always_where_only_they_tell():
     weights = LossWeights(LossCall(functional.mse_loss, CPU))
     due = {"graph": [], "test": []}
     for batch in range(1, 300):
-        weights._batches = batch
         for name, knowledge in (("graph", None), ("test", ("shares", "shares"))):
-            if weights._is_due(Knowledge(adds_up=knowledge)):
+            if weights._is_due(Knowledge(adds_up=knowledge), batch):
                 due[name].append(batch)
     assert due["graph"] == [1, 2, 4, 8, 16, 32, 64, 128, 256]
     assert due["test"] == [*range(1, 65), 128, 256]
+
+
+def test_weights_are_known_before_an_output_where_earlier_batches_have_shown_them():
+    """Batches 1, 2, 4, 8, ... are looked at, so that their weights take an output."""
+    weights = LossWeights(LossCall(functional.cross_entropy, CPU))
+    x = torch.randn(6, 3, generator=torch.Generator().manual_seed(0))
+    y = torch.tensor([0, 1, 2, 0, -100, 1])
+    taken_at = []
+    for number in range(1, 10):
+        batch = make_batch(x, y, 2, step=number, training=True)
+        known = weights.known(batch)
+        if known is None:
+            taken_at.append(number)
+            known = weights.of(batch, 0, batch.inputs[0].clone().requires_grad_() * 1)
+        else:
+            assert batch.loss_counts == {0: 3.0, 1: 2.0}
+        assert known == pytest.approx([3 / 5, 2 / 5])
+    assert taken_at == [1, 2, 4, 8]
+
+
+def test_weights_by_the_caller_are_never_known_before():
+    """The function may read what only a device has; one micro-batch needs no weight."""
+    x = torch.ones(4, 2)
+    weights = LossWeights(LossCall(functional.mse_loss, CPU), lambda _: 1)
+    for step in range(4):
+        batch = make_batch(x, x, 2, step=step, training=True)
+        assert weights.known(batch) is None
+        assert weights.of(batch, 0, batch.inputs[0]) == [0.5, 0.5]
+    assert weights.known(make_batch(x, x, 1, step=4, training=True)) == [1.0]
 
 
 def test_knowledge_is_forgotten_where_there_are_too_many_forms():

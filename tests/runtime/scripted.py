@@ -49,6 +49,10 @@ class ScriptedStage:
         """Return no tensors."""
         return []
 
+    def prepare(self, batch):
+        """Record that a batch is prepared."""
+        self.log.append(("prepare", self.index, batch.step))
+
     def forward(self, batch, number, arrived):
         """Record F and return an activation."""
         self.log.append(("F", self.index, number, contents(arrived)))

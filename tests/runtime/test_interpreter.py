@@ -299,7 +299,10 @@ def test_receives_are_posted_first_and_sends_follow_the_op():
 
 
 def test_a_batch_is_compared_while_its_message_is_on_the_way():
-    """The checksum costs time, which the wait would take anyway; it is computed on request only."""
+    """The checksum costs time, which the wait would take anyway; it is computed on request only.
+
+    So is the part of the first forward that needs no input.
+    """
     ranks = Ranks("0F0\n1F0")
     log = ranks.logs[1]
     message, op = ranks.programs[1]
@@ -314,7 +317,7 @@ def test_a_batch_is_compared_while_its_message_is_on_the_way():
         )
         ranks.interpreters[1].run_actions([message, op], RunContext(BatchesInFlight.alone(one)))
         names = [entry[0] for entry in log]
-        assert names == (["checksum"] if pending else []) + ["arrival.wait", "F"]
+        assert names == (["checksum", "prepare"] if pending else []) + ["arrival.wait", "F"]
 
 
 def test_gradients_of_replicas_are_watched_before_the_last_backward_and_summed_after_it():

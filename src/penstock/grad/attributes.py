@@ -60,16 +60,14 @@ class Attributes:
     """The numbers, strings and flags that modules hold as attributes.
 
     Args:
-        layers: the modules. Those that consist of torch.nn modules alone are skipped, unless
-            `complete`.
-        complete: include all modules.
+        layers: the modules. Those that consist of torch.nn modules alone are skipped.
     """
 
-    def __init__(self, layers: Iterable[nn.Module], *, complete: bool = False) -> None:
+    def __init__(self, layers: Iterable[nn.Module]) -> None:
         modules: dict[int, _ModuleAttributes] = {}
         for layer in layers:
             parts = list(layer.modules())
-            if complete or any(not is_torch_module(part) for part in parts):
+            if any(not is_torch_module(part) for part in parts):
                 for part in parts:
                     modules.setdefault(id(part), _ModuleAttributes(vars(part)))
         self._modules = list(modules.values())

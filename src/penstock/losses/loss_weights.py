@@ -140,25 +140,40 @@ class LossWeights:
             SettingError: the losses of micro-batches do not add up to that of the batch, or that
                 cannot be determined.
         """
-        if len(batch.inputs) == 1:
-            return batch.shares
-        self._batches += 1
+        weights = self.known(batch)
+        if weights is not None:
+            return weights
         # Side losses that test evaluations of the loss add must not reach those of the batch.
         outer = collect_side_losses(None)
         try:
+            self._batches += 1
             if self.loss_weight is not None:
                 return self._by_caller(batch)
-            key = batch.signature, _forms_of(batch.whole[1])
+            key = _key_of(batch)
             knowledge = self._knowledge_by_key.get(key)
-            test = knowledge is None or self._is_due(knowledge)
-            if knowledge is not None and not test:
-                weights = self._by_knowledge(batch, knowledge)
-                if weights is not None:
-                    return weights
             views = View.all(self.call, batch, number, value, self._batches)
+            test = knowledge is None or self._is_due(knowledge, self._batches)
             return self._by_loss(views, key, test=test)
         finally:
             collect_side_losses(outer)
+
+    def known(self, batch: Batch) -> list[float] | None:
+        """Return the weights of a batch if earlier ones of its form have shown how to count them.
+
+        None if the loss has to be looked at, which takes an output of the model. Called once per
+        batch, or again if the result was None.
+        """
+        if len(batch.inputs) == 1:
+            return batch.shares
+        if self.loss_weight is not None:
+            return None
+        knowledge = self._knowledge_by_key.get(_key_of(batch))
+        if knowledge is None or self._is_due(knowledge, self._batches + 1):
+            return None
+        weights = self._by_knowledge(batch, knowledge)
+        if weights is not None:
+            self._batches += 1
+        return weights
 
     def _by_knowledge(self, batch: Batch, knowledge: Knowledge) -> list[float] | None:
         """Return the weights without another look at the loss; None if that takes one."""
@@ -168,11 +183,11 @@ class LossWeights:
             return self._by_classes(batch, knowledge.classes)
         return knowledge.weights
 
-    def _is_due(self, knowledge: Knowledge) -> bool:
-        """Whether a test is due again: at batches 1, 2, 4, 8, ..."""
-        if knowledge.adds_up is not None and self._batches <= _ALWAYS_UP_TO:
+    def _is_due(self, knowledge: Knowledge, number: int) -> bool:
+        """Whether batch `number` is tested again: batches 1, 2, 4, 8, ... are."""
+        if knowledge.adds_up is not None and number <= _ALWAYS_UP_TO:
             return True
-        return is_due(self._batches)
+        return is_due(number)
 
     def _remember(self, key: object, knowledge: Knowledge) -> None:
         if len(self._knowledge_by_key) >= _MOST_FORMS:
@@ -420,10 +435,13 @@ def _same_contents(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one.flatten().sort()[0], other.flatten().sort()[0])
 
 
-def _forms_of(target: Any) -> object:
+def _key_of(batch: Batch) -> object:
+    """Return the form of a batch and its targets, under which knowledge of the loss is kept."""
+    target = batch.whole[1]
     if type(target) is Tensor:
-        return target.shape, target.dtype
-    return tuple((leaf.shape, leaf.dtype) for leaf in tensors_of(target))
+        return batch.signature, target.shape, target.dtype
+    forms = tuple((leaf.shape, leaf.dtype) for leaf in tensors_of(target))
+    return batch.signature, forms
 
 
 def _as_number(count: Any, number: int) -> float:

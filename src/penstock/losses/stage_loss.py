@@ -61,6 +61,11 @@ class StageLoss:
         self._joint = JointLosses(self._call) if self.options.loss_on == "batch" else None
         self._on_host = self.device.type == "cpu"
 
+    def prepare(self, batch: Batch) -> None:
+        """Count the weights of a batch's losses before its first output is there, if possible."""
+        if batch.targets is not None and batch.loss_weights is None and self._joint is None:
+            batch.loss_weights = self._weights.known(batch)
+
     def of(self, batch: Batch, micro_batch: int, value: Any, sides: Sequence[Tensor]) -> Any:
         """Return the loss of a micro-batch, and store its part of the reported loss.
 

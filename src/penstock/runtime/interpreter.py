@@ -311,8 +311,9 @@ class Interpreter:
             # This rank is the sender of the evict or load op, see `_move_activations`.
             return None
         assert arrival is not None
-        if batch.pending_check is not None:
-            batch.checksum()  # while the message is on its way
+        if batch.pending_check is not None:  # the first message of the batch is on its way
+            batch.checksum()
+            self.stages[step.stage].prepare(batch)
         self._waits_for, self._waits_since = step.maker, self.board.doing(step.waits)
         self.transfers.begin_wait(message, self._waits_since)
         return arrival.wait()

@@ -147,6 +147,12 @@ class Stage:
         self._compares = False
         self.runner.allow_weight_changes()
 
+    def prepare(self, batch: Batch) -> None:
+        """Do the part of the batch's first F that needs no input, while that is on its way."""
+        self.runner.draws.prepare(batch)
+        if self._builder.loss is not None:
+            self._builder.loss.prepare(batch)
+
     def renew(self) -> None:
         """Forget what was observed of the layers, because a traced model has been traced again."""
         self._builder.renew()

@@ -27,7 +27,6 @@ from torch.utils import _pytree as pytree
 
 from penstock.batches.batch import Batch
 from penstock.errors import RunError
-from penstock.grad.attributes import Attributes
 from penstock.modules.host_random import (
     equal_states,
     host_state,
@@ -148,9 +147,11 @@ class StageDraws:
         self._randomness: dict[int, _PartRandomness] = {}
         self._rates: list[float] = []
         self._inspect_layers()
-        # Of this batch: numbers of forwards and backwards still to be observed; and of the present
-        # forward, whether it is observed and whether it uses the host's generators.
+        # Of this batch: numbers of forwards and backwards still to be observed; whether a forward
+        # has been planned; and of the present forward, whether it is observed and whether it uses
+        # the host's generators.
         self._forwards_to_observe = self._backwards_to_observe = 0
+        self._is_planned = False
         self._observing = self._host = self.needed = False
         # Of all backwards: whether any ran random ops, and whether any changed the states of the
         # generators.
@@ -167,13 +168,17 @@ class StageDraws:
         """Whether backwards must be run inside `backward`."""
         return self._backwards_to_observe > 0 or self._backward_draws
 
-    def begin(self, batch: Batch) -> bool:
-        """Begin a forward of a micro-batch of `batch`; return whether it needs the generators."""
-        is_new = self._batch() is not batch
-        if is_new:
+    def prepare(self, batch: Batch) -> None:
+        """Begin a batch before its first forward, which does so otherwise."""
+        if self._batch() is not batch:
             self._batch = weakref.ref(batch)
             self._begin_batch(batch)
-        if is_new or self._observing:
+            self._is_planned = False
+
+    def begin(self, batch: Batch) -> bool:
+        """Begin a forward of a micro-batch of `batch`; return whether it needs the generators."""
+        self.prepare(batch)
+        if self._observing or not self._is_planned:
             self._plan_forward(batch.training)
         return self.needed
 
@@ -199,6 +204,7 @@ class StageDraws:
 
     def _plan_forward(self, training: bool) -> None:
         """Decide whether to observe the next forward, and which generators it needs."""
+        self._is_planned = True
         self._observing = self._forwards_to_observe > 0
         if self._observing:
             self._forwards_to_observe -= 1
@@ -234,7 +240,10 @@ class StageDraws:
         self._runs_user_code = bool(user_modules)
         rows = self._randomness.values()
         self._proofs = [row.proof for row in rows if row.proof is not None]
-        self._attributes = Attributes(user_modules, complete=True)
+        # The attributes of a module stay in one dictionary for as long as it lives.
+        self._user_attributes = [
+            vars(module) for user_module in user_modules for module in user_module.modules()
+        ]
         self._rates = self._possible_rates()
         self._counts = {True: 0, False: 0}
 
@@ -258,8 +267,10 @@ class StageDraws:
 
     def _possible_rates(self) -> list[float]:
         """Return all float attributes of user code: any of them may be a dropout rate."""
-        rows = self._attributes.contents()
-        return [value for row in rows for value in row if type(value) is float]
+        rates: list[float] = []
+        for attributes in self._user_attributes:
+            rates += [value for value in attributes.values() if type(value) is float]
+        return rates
 
     # -- forward
 

@@ -22,6 +22,8 @@ def local_part(tensor: Any) -> Tensor:
     """Return the part of a tensor that this process has, in the same memory; plain tensors as they
     are.
     """
+    if type(tensor) is Tensor:  # said at once, since this is asked after every backward
+        return tensor
     part: Any = tensor
     if is_sharded(tensor):
         with torch.no_grad():

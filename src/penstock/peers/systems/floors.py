@@ -77,8 +77,8 @@ def one_f_one_b_order(rank: int, ranks: int, count: int) -> Iterator[_Op]:
         yield "backward", m
 
 
-class HandPipeline:
-    """One rank of a pipeline.
+def pipeline(job: Job, before: Line | None, after: Line | None, order: Iterator[_Op]) -> Step:
+    """Return a step: the ops in their order, and one update.
 
     Args:
         job: the rank's part of the run.
@@ -86,66 +86,56 @@ class HandPipeline:
         after: messages to and from the stage after; None on the last.
         order: the ops of the rank.
     """
+    # A closure over local variables: attributes of an object would make every op a little slower,
+    # and nothing faster than a floor may be easy to write.
+    # What a floor is compared with keeps freed memory too.
+    disable_memory_trimming()
+    part = job.stage(job.spec.rank)
+    optimizer = job.optimizer(part.parameters())
+    count = job.setup.micro_batches
+    share = 1 / count
+    # Leaves of the graph in the memory where messages arrive, so that nothing is copied.
+    received = [place.detach().requires_grad_() for place in before.places] if before else []
+    lines = [line for line in (before, after) if line]
+    loss = job.loss
+    ops = tuple(order)
+    outputs: list[Tensor | None] = [None] * count
 
-    def __init__(
-        self, job: Job, before: Line | None, after: Line | None, order: Iterator[_Op]
-    ) -> None:
-        # What a floor is compared with keeps freed memory too.
-        disable_memory_trimming()
-        self._layers = job.stage(job.spec.rank)
-        self._optimizer = job.optimizer(self._layers.parameters())
-        self._loss, self._count = job.loss, job.setup.micro_batches
-        self._before, self._after, self._ops = before, after, tuple(order)
-        self._lines = [line for line in (before, after) if line]
-        # Leaves of the graph in the memory where messages arrive, so that nothing is copied.
-        places = before.places if before else []
-        self._received = [place.detach().requires_grad_() for place in places]
-        self._outputs: list[Tensor | None] = [None] * self._count
-        self._total = torch.zeros(())
-
-    def step(self, inputs: Tensor, targets: Tensor) -> Tensor | None:
-        """Train one batch: the ops in their order, and one update.
-
-        Returns:
-            The loss on the last rank, None on the others.
-        """
-        x, y = inputs.chunk(self._count), targets.chunk(self._count)
-        self._total = torch.zeros(())
-        for line in self._lines:
+    def step(inputs: Tensor, targets: Tensor) -> Tensor | None:
+        """Train one batch."""
+        x, y = inputs.chunk(count), targets.chunk(count)
+        total = torch.zeros(())
+        for line in lines:
             line.begin()
-        for kind, m in self._ops:
+        for kind, m in ops:
             if kind == "forward":
-                self._forward(m, x[m], y[m])
-            else:
-                self._backward(m)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        for line in self._lines:
+                if before:
+                    before.wait(m)
+                output = part(received[m] if before else x[m])
+                if after:
+                    after.send(m, output.detach())
+                else:
+                    output = loss(output, y[m]) * share
+                    total += output.detach()
+                outputs[m] = output
+                continue
+            output = outputs[m]
+            assert output is not None
+            output.backward(after.wait(m) if after else None)  # type: ignore[no-untyped-call]
+            # Frees the graph before the next op runs.
+            outputs[m] = output = None
+            if before:
+                gradient = received[m].grad
+                assert gradient is not None
+                before.send(m, gradient)
+                received[m].grad = None
+        optimizer.step()
+        optimizer.zero_grad()
+        for line in lines:
             line.end()
-        return None if self._after else self._total
+        return None if after else total
 
-    def _forward(self, m: int, x: Tensor, y: Tensor) -> None:
-        if self._before:
-            self._before.wait(m)
-        output = self._layers(self._received[m] if self._before else x)
-        if self._after:
-            self._after.send(m, output.detach())
-        else:
-            output = self._loss(output, y) * (1 / self._count)
-            self._total += output.detach()
-        self._outputs[m] = output
-
-    def _backward(self, m: int) -> None:
-        output = self._outputs[m]
-        assert output is not None
-        output.backward(self._after.wait(m) if self._after else None)  # type: ignore[no-untyped-call]
-        # Frees the graph before the next op runs.
-        self._outputs[m] = output = None
-        if self._before:
-            gradient = self._received[m].grad
-            assert gradient is not None
-            self._before.send(m, gradient)
-            self._received[m].grad = None
+    return step
 
 
 class Gloo:
@@ -258,14 +248,14 @@ def gloo(job: Job) -> Step:
     after = None
     if rank + 1 < job.spec.ranks:
         after = Gloo(rank + 1, job.boundary(rank + 1), count)
-    return HandPipeline(job, before, after, gpipe_order(count)).step
+    return pipeline(job, before, after, gpipe_order(count))
 
 
 @register("floor-memory", about="GPipe by hand through shared memory")
 def shared_memory(job: Job) -> Step:
     """Make a rank that sends through memory."""
     before, after = _shared_lines(job)
-    return HandPipeline(job, before, after, gpipe_order(job.setup.micro_batches)).step
+    return pipeline(job, before, after, gpipe_order(job.setup.micro_batches))
 
 
 @register("floor-memory-1f1b", about="1F1B by hand through shared memory")
@@ -273,7 +263,7 @@ def shared_memory_1f1b(job: Job) -> Step:
     """Make a rank that sends through memory, and runs a backward as soon as it can."""
     before, after = _shared_lines(job)
     order = one_f_one_b_order(job.spec.rank, job.spec.ranks, job.setup.micro_batches)
-    return HandPipeline(job, before, after, order).step
+    return pipeline(job, before, after, order)
 
 
 def _shared_lines(job: Job) -> tuple[Shared | None, Shared | None]:
