@@ -18,6 +18,7 @@ from penstock.modules.deterministic_code import (
     prove_deterministic,
 )
 from penstock.modules.generator_lock import GeneratorLock
+from penstock.modules.hooks import has_hooks
 from penstock.modules.host_random import host_state, restore_host, seed_host
 
 #: The modules of torch.nn that draw random numbers by themselves or by functions they call.
@@ -117,13 +118,7 @@ def _part_runs_user_code(part: nn.Module) -> bool:
     is_torchs = kind.__module__.startswith(("torch.nn.modules.", "torch.nn.utils.parametri"))
     if not is_torchs and not _has_torchs_forward(kind):
         return True
-    hooks = (
-        part._forward_hooks,
-        part._forward_pre_hooks,
-        part._backward_hooks,
-        part._backward_pre_hooks,
-    )
-    if any(hooks) or "forward" in vars(part):
+    if has_hooks(part) or "forward" in vars(part):
         return True
     return any(
         parameter is not None
