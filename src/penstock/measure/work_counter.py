@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, final
 
 import torch
@@ -338,14 +339,13 @@ def _lines(small: list[OpWork], large: list[OpWork]) -> tuple[Work, ...]:
 
 def _multiply(work: Work, count: int) -> Work:
     """Return `count` equal ops as one."""
-    return Work(
-        work.op,
-        work.family,
-        work.launches * count,
-        count * work.flops,
-        count * work.flops_per_sample,
-        count * work.bytes,
-        count * work.bytes_per_sample,
+    return replace(
+        work,
+        launches=count * work.launches,
+        flops=count * work.flops,
+        flops_per_sample=count * work.flops_per_sample,
+        bytes=count * work.bytes,
+        bytes_per_sample=count * work.bytes_per_sample,
     )
 
 

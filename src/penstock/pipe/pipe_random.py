@@ -159,10 +159,11 @@ class SeededOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
             or not draws_with(func, args, kwargs)
         ):
             return func(*args, **kwargs)
-        reruns = self._layer_randomness is not None and _checkpoint_context() != self._context
+        layer_randomness = self._layer_randomness
+        reruns = layer_randomness is not None and _checkpoint_context() != self._context
         if self._exclusive:
-            assert self._layer_randomness is not None
-            self._layer_randomness.random_in_rerun |= reruns
+            assert layer_randomness is not None
+            layer_randomness.random_in_rerun |= reruns
             return func(*args, **kwargs)
         with drawing(self._device):
             # Other partitions draw from the same generators in between: the stream's state is put
@@ -176,8 +177,8 @@ class SeededOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._stream_state = generator_states(self._device)
         if not all(map(torch.equal, before, self._stream_state)):
             self._record_draw(str(func))
-            if reruns and self._layer_randomness is not None and self._layer_randomness.user_code:
-                self._layer_randomness.random_in_rerun = True
+            if reruns and layer_randomness is not None and layer_randomness.user_code:
+                layer_randomness.random_in_rerun = True
                 raise RuntimeError(
                     f"layer {self._layer} of a Pipe drew random numbers ({func}) inside "
                     "torch.utils.checkpoint, or without gradients, and had not done so before. The "
