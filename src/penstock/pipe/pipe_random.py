@@ -32,10 +32,13 @@ from penstock.modules.host_random import equal_states, host_state, mentions_host
 from penstock.modules.random_ops import RandomOpDetector, draws_with, is_random_op
 from penstock.modules.randomness import (
     drawing,
+    generator_states,
+    has_drawn,
     may_draw,
     running_backward,
     runs_user_code,
     seed_generators,
+    set_generator_states,
     stream_seed,
 )
 from penstock.values.rare_checks import is_due
@@ -134,8 +137,7 @@ class SeededOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
             finally:
                 self._exclusive = False
             drew_on_host = not equal_states(host_before, host_state())
-            states_after = generator_states(self._device)
-            drew = drew_on_host or not all(map(torch.equal, states_before, states_after))
+            drew = drew_on_host or has_drawn(self._device, states_before)
         layer_randomness.host_random |= drew_on_host
         if drew:
             self._record_draw("numpy.random or random" if drew_on_host else "an op of torch")
@@ -195,21 +197,6 @@ def _checkpoint_context() -> tuple[bool, object]:
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     # Without this private function of torch no two contexts count as equal.
     return torch.is_grad_enabled(), object() if top is None else top(True)
-
-
-def generator_states(device: torch.device) -> list[torch.Tensor]:
-    """Return the states of torch's generators for the CPU and, for a GPU, the device."""
-    return [
-        torch.get_rng_state(),
-        *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else []),
-    ]
-
-
-def set_generator_states(device: torch.device, values: list[torch.Tensor]) -> None:
-    """Set the generators to states that `generator_states` returned."""
-    torch.set_rng_state(values[0])
-    if len(values) > 1:
-        torch.cuda.set_rng_state(values[1], device)
 
 
 class LayerRandomness:
