@@ -202,10 +202,7 @@ def _join_rows(values: Sequence[Any] | Mapping[int, Any], rows: list[list[int]])
         values: by slice.
         rows: by micro-batch, its slices.
     """
-    joined: list[Any] = []
-    for row in rows:
-        joined.append(join([values[number] for number in row], dim=1))
-    return joined
+    return [join([values[number] for number in row], dim=1) for row in rows]
 
 
 def make_batch(

@@ -131,7 +131,7 @@ def _status_and_message(error: Exception) -> tuple[int, str] | None:
             return 1, f"a file cannot be written{place}: {error.strerror}"
     if isinstance(error, ModuleNotFoundError):
         reason = missing_torch(error, "this command")
-        return None if reason is None else (2, reason)
+        return None if reason is None else (2, str(reason))
     if isinstance(error, (MemoryError, RuntimeError)) and _is_out_of_memory(error):
         cause = shorten(str(error) or type(error).__name__, 200)
         return 1, f"there is not enough memory: {cause}. Use smaller sizes"

@@ -155,9 +155,8 @@ def on_device(loss: Any, device: torch.device) -> Any:
             return loss
         return copy.deepcopy(loss).to(device)
     if isinstance(loss, functools.partial):
-        args, keywords = pytree.tree_map(
-            lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf,
-            (loss.args, loss.keywords),
+        args, keywords = pytree.tree_map_only(
+            Tensor, lambda leaf: leaf.to(device), (loss.args, loss.keywords)
         )
         return functools.partial(on_device(loss.func, device), *args, **keywords)
     return loss

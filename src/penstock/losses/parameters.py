@@ -5,7 +5,6 @@ They are found before anything is run.
 
 from __future__ import annotations
 
-import contextlib
 import dis
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -15,6 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from penstock.errors import SettingError
+from penstock.modules.host_random import closure_of
 from penstock.optim.factory import check_factory
 from penstock.tracing.traced_chain import TracedChain
 from penstock.units import format_count
@@ -124,21 +124,13 @@ def _parts_of_function(function: Callable[..., Any]) -> Iterator[tuple[str, obje
         yield name.format("what it wraps"), function.__wrapped__
     if (function.__module__ or "").partition(".")[0] in ("torch", "penstock", "numpy"):
         return
-    for key, value in _closure_of(function):
+    for key, value in closure_of(function):
         yield name.format(key), value
     for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
         yield name.format("a default"), value
     for key in _globals_of(function.__code__):
         if key in function.__globals__:
             yield name.format(key), function.__globals__[key]
-
-
-def _closure_of(function: FunctionType) -> Iterator[tuple[str, object]]:
-    """Yield names and values of the variables of enclosing functions that a function reads."""
-    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=False)
-    for key, cell in cells:
-        with contextlib.suppress(ValueError):  # not assigned yet
-            yield key, cell.cell_contents
 
 
 def _globals_of(code: CodeType) -> Iterator[str]:

@@ -23,7 +23,7 @@ from penstock.losses.probe import (
 )
 from penstock.losses.symbolic import Evaluation, evaluate, outputs_like, without_stage_hooks
 from penstock.losses.terms import UnknownForm, detached
-from penstock.modules.randomness import drawing, seed_generators
+from penstock.modules.randomness import drawing, generator_states, has_drawn, seed_generators
 from penstock.values.structure import map_tensors
 
 
@@ -179,7 +179,7 @@ class View:
             results = readings(loss, pair, brief=brief)
             # The readings of a loss that draws differ by chance, and say nothing about how it adds
             # up.
-            if not torch.equal(before, generator_states(device)):
+            if has_drawn(device, before):
                 raise Draws
             return results
 
@@ -203,11 +203,3 @@ class View:
     def _output(self) -> Any:
         """Return the available output without its graph."""
         return map_tensors(detached, self.value)
-
-
-def generator_states(device: torch.device) -> torch.Tensor:
-    """Return the state of the generators that a loss on the device may draw from."""
-    states = [torch.get_rng_state()]
-    if device.type == "cuda":
-        states.append(torch.cuda.get_rng_state(device))
-    return torch.cat(states)

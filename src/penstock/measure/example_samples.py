@@ -33,13 +33,10 @@ def tensors_in(value: Any) -> list[Tensor]:
 def resize_example(example: Any, size: int, device: torch.device) -> Any:
     """Return `example` repeated or cut to `size` samples, on the device."""
 
-    def resize(leaf: Any) -> Any:
-        """Return a tensor with `size` samples; anything else unchanged."""
-        if not isinstance(leaf, Tensor):
-            return leaf
+    def resize(leaf: Tensor) -> Tensor:
         return leaf[torch.arange(size) % leaf.shape[0]].to(device)
 
-    return pytree.tree_map(resize, example)
+    return pytree.tree_map_only(Tensor, resize, example)
 
 
 def example_to_trace(example: Any) -> Any:

@@ -58,7 +58,7 @@ def moving_layers(
             observation = observe(state, run, run)
         if observation.findings:
             findings_of_layer[index] = observation.findings
-        value = pytree.tree_map(_detach, observation.output)
+        value = pytree.tree_map_only(Tensor, Tensor.detach, observation.output)
     return findings_of_layer
 
 
@@ -68,14 +68,4 @@ def _run(module: nn.Module, value: Any, device: torch.device, seed: int) -> Any:
     `observe` compares two calls: dropout must not look like state that moves.
     """
     seed_generators(device, seed)
-    return module(pytree.tree_map(_clone, value))
-
-
-def _clone(leaf: Any) -> Any:
-    """Return a detached copy of a tensor; anything else unchanged."""
-    return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
-
-
-def _detach(leaf: Any) -> Any:
-    """Return a detached tensor; anything else unchanged."""
-    return leaf.detach() if isinstance(leaf, Tensor) else leaf
+    return module(pytree.tree_map_only(Tensor, lambda leaf: leaf.detach().clone(), value))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, final
 
 import torch
@@ -181,13 +182,11 @@ def _fake_copies(traced: TracedChain, mode: FakeTensorMode) -> list[nn.Module]:
 def _fake_samples(example: Any, size: int) -> Any:
     """Return fake tensors like the example, with `size` samples."""
 
-    def resize(leaf: Any) -> Any:
-        """Return a fake tensor with `size` samples; anything else unchanged."""
-        if not isinstance(leaf, Tensor):
-            return leaf
+    def resize(leaf: Tensor) -> Tensor:
+        """Return a fake tensor with `size` samples."""
         return torch.empty((size, *leaf.shape[1:]), dtype=leaf.dtype, device="cpu")
 
-    return pytree.tree_map(resize, example)
+    return pytree.tree_map_only(Tensor, resize, example)
 
 
 def _fake_inputs(modules: Sequence[nn.Module], example: Any, size: int) -> Any:
@@ -217,9 +216,7 @@ def _count_layer(module: nn.Module, value: Any, *, inner: bool) -> tuple[_Phases
     _, weight_ops = _count_ops(lambda: weight_grad(pending))
     for parameter in module.parameters():
         parameter.grad = None
-    detached = pytree.tree_map(
-        lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, output
-    )
+    detached = pytree.tree_map_only(Tensor, Tensor.detach, output)
     phases = {
         "forward": forward,
         "backward": backward,
@@ -233,16 +230,14 @@ def _detached_inputs(value: Any, *, needs_grad: bool) -> tuple[Any, list[Tensor]
     """Return a copy of a layer's input, and its tensors that need a gradient as leaves."""
     leaves: list[Tensor] = []
 
-    def detach(leaf: Any) -> Any:
-        """Return a copy of a tensor; anything else unchanged."""
-        if not isinstance(leaf, Tensor):
-            return leaf
+    def detach(leaf: Tensor) -> Tensor:
+        """Return a copy of a tensor."""
         detached = leaf.detach()
         if needs_grad and detached.is_floating_point():
             leaves.append(detached.requires_grad_())
         return detached.clone()  # layers may work in place, which autograd forbids on a leaf
 
-    return pytree.tree_map(detach, value), leaves
+    return pytree.tree_map_only(Tensor, detach, value), leaves
 
 
 def _signature(value: Any) -> _Signature:
@@ -344,14 +339,13 @@ def _lines(small: list[OpWork], large: list[OpWork]) -> tuple[Work, ...]:
 
 def _multiply(work: Work, count: int) -> Work:
     """Return `count` equal ops as one."""
-    return Work(
-        work.op,
-        work.family,
-        work.launches * count,
-        count * work.flops,
-        count * work.flops_per_sample,
-        count * work.bytes,
-        count * work.bytes_per_sample,
+    return replace(
+        work,
+        launches=count * work.launches,
+        flops=count * work.flops,
+        flops_per_sample=count * work.flops_per_sample,
+        bytes=count * work.bytes,
+        bytes_per_sample=count * work.bytes_per_sample,
     )
 
 

@@ -1,10 +1,16 @@
-"""Hooks on parameters, which `copy.deepcopy` does not copy."""
+"""Hooks of modules, and hooks on parameters, which `copy.deepcopy` does not copy."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 from torch import Tensor, nn
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Return whether a module itself, without its submodules, has forward or backward hooks."""
+    forward = module._forward_hooks or module._forward_pre_hooks
+    return bool(forward or module._backward_hooks or module._backward_pre_hooks)
 
 
 def copy_tensor_hooks(source: Tensor, copy: Tensor) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from inspect import isclass, isfunction, ismodule
 from types import CodeType, FunctionType
 from typing import Any
@@ -110,7 +111,7 @@ class _Reader:
         # Both `import random` and the attribute of `np.random` mention this name.
         if "random" in names:
             return True
-        values = [*_globals(function, names), *_closure(function)]
+        values = [*_globals(function, names), *(value for _, value in closure_of(function))]
         return any(_draws(value) or self.read(value) for value in values)
 
 
@@ -127,13 +128,11 @@ def _globals(function: FunctionType, names: set[str]) -> Iterator[Any]:
         yield from [vars(module)[name] for name in names if name in vars(module)]
 
 
-def _closure(function: FunctionType) -> Iterator[Any]:
-    """Yield the values of the variables from enclosing functions."""
-    for cell in function.__closure__ or ():
-        try:
-            yield cell.cell_contents
-        except ValueError:  # a cell that is still empty
-            continue
+def closure_of(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    """Yield names and values of the variables of enclosing functions that a function reads."""
+    for key, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
+        with suppress(ValueError):  # not assigned yet
+            yield key, cell.cell_contents
 
 
 def _draws(value: Any) -> bool:

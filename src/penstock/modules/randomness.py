@@ -18,6 +18,7 @@ from penstock.modules.deterministic_code import (
     prove_deterministic,
 )
 from penstock.modules.generator_lock import GeneratorLock
+from penstock.modules.hooks import has_hooks
 from penstock.modules.host_random import host_state, restore_host, seed_host
 
 #: The modules of torch.nn that draw random numbers by themselves or by functions they call.
@@ -117,13 +118,7 @@ def _part_runs_user_code(part: nn.Module) -> bool:
     is_torchs = kind.__module__.startswith(("torch.nn.modules.", "torch.nn.utils.parametri"))
     if not is_torchs and not _has_torchs_forward(kind):
         return True
-    hooks = (
-        part._forward_hooks,
-        part._forward_pre_hooks,
-        part._backward_hooks,
-        part._backward_pre_hooks,
-    )
-    if any(hooks) or "forward" in vars(part):
+    if has_hooks(part) or "forward" in vars(part):
         return True
     return any(
         parameter is not None
@@ -164,14 +159,30 @@ def stream_seed(*parts: int) -> int:
     return state >> 1
 
 
-def _generator(device: torch.device) -> torch.Generator | None:
-    """Return the device's own generator; None if modules on it draw from the CPU's."""
-    if device.type == "cuda":  # not yet run on a GPU
-        torch.cuda.init()  # type: ignore[no-untyped-call]
-        return torch.cuda.default_generators[
-            device.index if device.index is not None else torch.cuda.current_device()
-        ]
-    return None
+def _generators(device: torch.device) -> list[torch.Generator]:
+    """Return torch's generators for the CPU and, for a GPU, the device."""
+    if device.type != "cuda":
+        return [torch.default_generator]
+    # Not yet run on a GPU.
+    torch.cuda.init()  # type: ignore[no-untyped-call]
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return [torch.default_generator, torch.cuda.default_generators[index]]
+
+
+def generator_states(device: torch.device) -> list[torch.Tensor]:
+    """Return the states of torch's generators from which a module on `device` may draw."""
+    return [generator.get_state() for generator in _generators(device)]
+
+
+def set_generator_states(device: torch.device, states: Iterable[torch.Tensor]) -> None:
+    """Set the generators to states that `generator_states` returned."""
+    for generator, state in zip(_generators(device), states, strict=True):
+        generator.set_state(state)
+
+
+def has_drawn(device: torch.device, before: Iterable[torch.Tensor]) -> bool:
+    """Return whether a number was drawn since `generator_states` returned `before`."""
+    return not all(map(torch.equal, before, generator_states(device)))
 
 
 @contextmanager
@@ -186,18 +197,14 @@ def drawing(device: torch.device, *, host: bool = False) -> Iterator[None]:
     # torch.utils.checkpoint tells backwards by.
     in_device_thread = device.type != "cpu" and torch._C._current_graph_task_id() != -1
     with _GENERATORS_LOCK.held(passes=in_device_thread):
-        generator = _generator(device)
-        cpu_state = torch.get_rng_state()
-        device_state = None if generator is None else generator.get_state()
+        states = generator_states(device)
         saved_host_state = host_state() if host else None
         try:
             yield
         finally:
             if saved_host_state is not None:
                 restore_host(saved_host_state)
-            torch.set_rng_state(cpu_state)
-            if generator is not None and device_state is not None:
-                generator.set_state(device_state)
+            set_generator_states(device, states)
 
 
 def running_backward(device: torch.device) -> AbstractContextManager[None]:
@@ -220,7 +227,5 @@ def seed_generators(device: torch.device, seed: int, *, host: bool = False) -> N
     """
     if host:
         seed_host(seed)
-    torch.default_generator.manual_seed(seed)
-    generator = _generator(device)
-    if generator is not None:
+    for generator in _generators(device):
         generator.manual_seed(seed)

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -175,14 +176,11 @@ class Engine:
         execution = _Execution(half_step, timed=timed)
         if self._threads_allowed and choice.use_threads() and not has_thread_local_state():
 
-            def partition_job(partition: int) -> Callable[[], None]:
-                def job() -> None:
-                    with autocast.restored():
-                        execution.run_partition(partition)
+            def job(partition: int) -> None:
+                with autocast.restored():
+                    execution.run_partition(partition)
 
-                return job
-
-            jobs = [partition_job(partition) for partition in range(len(half_step.partitions))]
+            jobs = [partial(job, partition) for partition in range(len(half_step.partitions))]
             in_turn = any(stage.randomness.exclusive for stage in self.stages)
             self._threads.run(jobs, execution.stop, in_turn=in_turn)
         else:

@@ -32,10 +32,13 @@ from penstock.modules.host_random import equal_states, host_state, mentions_host
 from penstock.modules.random_ops import RandomOpDetector, draws_with, is_random_op
 from penstock.modules.randomness import (
     drawing,
+    generator_states,
+    has_drawn,
     may_draw,
     running_backward,
     runs_user_code,
     seed_generators,
+    set_generator_states,
     stream_seed,
 )
 from penstock.values.rare_checks import is_due
@@ -134,8 +137,7 @@ class SeededOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
             finally:
                 self._exclusive = False
             drew_on_host = not equal_states(host_before, host_state())
-            states_after = generator_states(self._device)
-            drew = drew_on_host or not all(map(torch.equal, states_before, states_after))
+            drew = drew_on_host or has_drawn(self._device, states_before)
         layer_randomness.host_random |= drew_on_host
         if drew:
             self._record_draw("numpy.random or random" if drew_on_host else "an op of torch")
@@ -159,10 +161,11 @@ class SeededOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
             or not draws_with(func, args, kwargs)
         ):
             return func(*args, **kwargs)
-        reruns = self._layer_randomness is not None and _checkpoint_context() != self._context
+        layer_randomness = self._layer_randomness
+        reruns = layer_randomness is not None and _checkpoint_context() != self._context
         if self._exclusive:
-            assert self._layer_randomness is not None
-            self._layer_randomness.random_in_rerun |= reruns
+            assert layer_randomness is not None
+            layer_randomness.random_in_rerun |= reruns
             return func(*args, **kwargs)
         with drawing(self._device):
             # Other partitions draw from the same generators in between: the stream's state is put
@@ -176,8 +179,8 @@ class SeededOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._stream_state = generator_states(self._device)
         if not all(map(torch.equal, before, self._stream_state)):
             self._record_draw(str(func))
-            if reruns and self._layer_randomness is not None and self._layer_randomness.user_code:
-                self._layer_randomness.random_in_rerun = True
+            if reruns and layer_randomness is not None and layer_randomness.user_code:
+                layer_randomness.random_in_rerun = True
                 raise RuntimeError(
                     f"layer {self._layer} of a Pipe drew random numbers ({func}) inside "
                     "torch.utils.checkpoint, or without gradients, and had not done so before. The "
@@ -194,21 +197,6 @@ def _checkpoint_context() -> tuple[bool, object]:
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     # Without this private function of torch no two contexts count as equal.
     return torch.is_grad_enabled(), object() if top is None else top(True)
-
-
-def generator_states(device: torch.device) -> list[torch.Tensor]:
-    """Return the states of torch's generators for the CPU and, for a GPU, the device."""
-    return [
-        torch.get_rng_state(),
-        *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else []),
-    ]
-
-
-def set_generator_states(device: torch.device, values: list[torch.Tensor]) -> None:
-    """Set the generators to states that `generator_states` returned."""
-    torch.set_rng_state(values[0])
-    if len(values) > 1:
-        torch.cuda.set_rng_state(values[1], device)
 
 
 class LayerRandomness:

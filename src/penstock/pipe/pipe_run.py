@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from penstock.errors import RunError
+from penstock.modules.randomness import generator_states, has_drawn
 from penstock.pipe.pipe_batch import concatenate_outputs
 from penstock.pipe.pipe_engine import AutocastState, Engine, HalfStep
-from penstock.pipe.pipe_random import ForwardSeed, generator_states
+from penstock.pipe.pipe_random import ForwardSeed
 from penstock.pipe.pipe_value import Grads
 from penstock.transport.payload import Payload
 from penstock.values.structure import tensors_of
@@ -93,7 +94,7 @@ class Run:
             if run.observed:
                 stage.randomness.record_run(run.training, run.drew)
         for (stage, run), before in zip(unobserved, states_before, strict=True):
-            if not all(map(torch.equal, before, generator_states(stage.device))):
+            if has_drawn(stage.device, before):
                 # This partition has drawn, or other code of the process has: observe every
                 # forward from now on.
                 stage.randomness.always_observe = run.may_have_drawn = True

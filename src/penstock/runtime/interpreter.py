@@ -367,11 +367,11 @@ class Interpreter:
             if weights is not None:
                 weights.before_forward(micro_batch)
             output = stage.forward(batch, number, arrived)
-            if stage.loss is not None and self.finite is not None:
-                self.finite.after_loss(stage, batch, number, op)
-            if stage.loss is not None and context.on_loss is not None:
-                on_loss = context.on_loss
-                self.guard.during("its loss to leave", lambda: on_loss(batch))
+            if stage.loss is not None:
+                if self.finite is not None:
+                    self.finite.after_loss(stage, batch, number, op)
+                if (on_loss := context.on_loss) is not None:
+                    self.guard.during("its loss to leave", lambda: on_loss(batch))
             return output
         if weights is not None:
             weights.before_backward(micro_batch)

@@ -123,11 +123,8 @@ class SliceStates:
         """
         # tree_map visits leaves in the order of `tensors_of`, by which the flags are sorted.
         flags = iter(wants_grad)
-        self.waiting[after] = pytree.tree_map(
-            lambda leaf: (
-                leaf.detach().requires_grad_(next(flags)) if isinstance(leaf, Tensor) else leaf
-            ),
-            state,
+        self.waiting[after] = pytree.tree_map_only(
+            Tensor, lambda leaf: leaf.detach().requires_grad_(next(flags)), state
         )
 
     def store_grads(self, number: int, grads: list[Tensor | None]) -> None:

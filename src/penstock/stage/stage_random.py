@@ -36,6 +36,8 @@ from penstock.modules.random_ops import RandomOpDetector
 from penstock.modules.randomness import (
     draw_settings,
     drawing,
+    generator_states,
+    has_drawn,
     may_draw,
     prove_no_draws,
     running_backward,
@@ -161,7 +163,7 @@ class StageDraws:
         # generators changed, and these states when they were last seeded.
         self._part_in_backward: int | None = None
         self._states_changed = False
-        self._seeded_states: tuple[Tensor, Any] | None = None
+        self._seeded_states: tuple[list[Tensor], Any] | None = None
 
     @property
     def watches_backward(self) -> bool:
@@ -297,10 +299,10 @@ class StageDraws:
         if not randomness.user_code:
             return run(value)
         # Code of users may draw in some calls only: the generators' states tell.
-        torch_before = torch.get_rng_state()
+        torch_before = generator_states(self._device)
         host_before = host_state() if observing else None
         output = run(value)
-        if not torch.equal(torch_before, torch.get_rng_state()):
+        if has_drawn(self._device, torch_before):
             self._record_draw(randomness, training)
         if host_before is not None and not equal_states(host_before, host_state()):
             randomness.draws_host[training] = True
@@ -370,14 +372,13 @@ class StageDraws:
     def _seed_backward(self, seed: int) -> None:
         self._compare_states()
         seed_generators(self._device, seed, host=True)
-        self._seeded_states = torch.get_rng_state(), host_state()
+        self._seeded_states = generator_states(self._device), host_state()
 
     def _compare_states(self) -> None:
         """Record whether random numbers were drawn since the generators were last seeded."""
         if self._seeded_states is not None:
             torch_seeded, host_seeded = self._seeded_states
-            torch_is_unchanged = torch.equal(torch_seeded, torch.get_rng_state())
-            if not torch_is_unchanged or not equal_states(host_seeded, host_state()):
+            if has_drawn(self._device, torch_seeded) or not equal_states(host_seeded, host_state()):
                 self._states_changed = True
 
     @contextmanager

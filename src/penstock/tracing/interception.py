@@ -91,9 +91,7 @@ def _record_as_one_op(name: str, mode: Any, args: tuple[Any, ...], outputs: Any)
         outputs: stand for what the call returns.
     """
     tracer = mode.tracer
-    proxies = pytree.tree_map(
-        lambda leaf: tracer.unwrap_proxy(leaf) if isinstance(leaf, Tensor) else leaf, args
-    )
+    proxies = pytree.tree_map_only(Tensor, tracer.unwrap_proxy, args)
     proxy = tracer.create_proxy("call_function", custom_function(), (name, *proxies), {})
     return track_tensor_tree(outputs, proxy, constant=None, tracer=tracer)
 

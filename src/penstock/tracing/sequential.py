@@ -8,20 +8,18 @@ from operator import is_not
 from torch import Tensor, nn
 
 from penstock.errors import ChainError
+from penstock.modules.hooks import has_hooks
 
 
 def runs_otherwise(module: nn.Module) -> bool:
     """Return whether a module does anything but call its children in turn."""
     kind = type(module)
-    return bool(
+    return (
         kind.forward is not nn.Sequential.forward
         or kind.__call__ is not nn.Module.__call__
         or getattr(kind, "__iter__", None) is not nn.Sequential.__iter__
         or "forward" in vars(module)
-        or module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
+        or has_hooks(module)
     )
 
 

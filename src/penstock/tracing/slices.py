@@ -16,6 +16,7 @@ from typing import Any
 from torch import nn
 
 from penstock.errors import SettingError
+from penstock.modules.hooks import has_hooks
 from penstock.schedule.op import Schedule
 from penstock.tracing.traced_chain import TracedChain
 
@@ -117,13 +118,7 @@ def _slicing_fault(module: nn.Module) -> str | None:
     """Return why a layer does not support slices; None if it does."""
     if not has_past(module):
         return None if is_per_token(module) else _dependence(module)
-    hooks = (
-        module._forward_hooks,
-        module._forward_pre_hooks,
-        module._backward_hooks,
-        module._backward_pre_hooks,
-    )
-    if not any(hooks):
+    if not has_hooks(module):
         return None
     return (
         "has hooks, which run with forward and not with forward_slice: take them off, or hook a "

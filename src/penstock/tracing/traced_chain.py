@@ -245,58 +245,48 @@ def _flatten(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
 
 def _describe(parts: Sequence[Part]) -> TracedChain:
     """Return the chain of some parts, with the facts of all tensors."""
-    canonical_names: dict[int, str] = {}
-    aliases: dict[str, str] = {}
-    facts: dict[str, TensorFacts] = {}
+    tensors = _Tensors()
     layers = []
     for part in parts:
         prefix = prefix_of(part.name, part.module)
-        parameters = _names(
-            part.module.named_parameters(prefix, remove_duplicate=False),
-            canonical_names,
-            aliases,
-            facts,
-        )
-        buffers = _names(
-            part.module.named_buffers(prefix, remove_duplicate=False),
-            canonical_names,
-            aliases,
-            facts,
-        )
+        parameters = tensors.add(part.module.named_parameters(prefix, remove_duplicate=False))
+        buffers = tensors.add(part.module.named_buffers(prefix, remove_duplicate=False))
         layers.append(Layer(part.name, part.kind, part.modules, parameters, buffers))
-    return TracedChain(
-        Chain(tuple(layers), tuple(facts.values())), tuple(part.module for part in parts), aliases
-    )
+    description = Chain(tuple(layers), tuple(tensors.facts.values()))
+    return TracedChain(description, tuple(part.module for part in parts), tensors.aliases)
 
 
-def _names(
-    named: Iterator[tuple[str, Tensor]],
-    canonical_names: dict[int, str],
-    aliases: dict[str, str],
-    facts: dict[str, TensorFacts],
-) -> tuple[str, ...]:
-    """Return the canonical names of a layer's tensors, and add the tensors to the three dicts.
+class _Tensors:
+    """The tensors of a chain. Each is named as where it occurs first.
 
-    The canonical name of a tensor is that by which it occurs first in the chain.
+    Attributes:
+        aliases: for every name of a tensor, the name in the chain.
+        facts: by name in the chain.
     """
-    names = []
-    for name, tensor in named:
-        if nn.parameter.is_lazy(tensor):
-            raise ChainError(
-                f"{name} has no shape yet: run the model once on an example before it is made a "
-                "chain"
-            )
-        canonical = canonical_names.setdefault(id(tensor), name)
-        aliases[name] = canonical
-        names.append(canonical)
-        facts.setdefault(
-            canonical,
-            TensorFacts(
-                canonical,
-                tuple(tensor.shape),
-                dtype_name(tensor.dtype),
-                tensor.numel() * tensor.element_size(),
-                isinstance(tensor, nn.Parameter) and tensor.requires_grad,
-            ),
-        )
-    return tuple(dict.fromkeys(names))
+
+    def __init__(self) -> None:
+        self._first_names: dict[int, str] = {}
+        self.aliases: dict[str, str] = {}
+        self.facts: dict[str, TensorFacts] = {}
+
+    def add(self, named: Iterable[tuple[str, Tensor]]) -> tuple[str, ...]:
+        """Add the tensors of a layer. Returns their names in the chain, each once."""
+        names = []
+        for name, tensor in named:
+            if nn.parameter.is_lazy(tensor):
+                raise ChainError(
+                    f"{name} has no shape yet: run the model once on an example before it is made "
+                    "a chain"
+                )
+            first_name = self._first_names.setdefault(id(tensor), name)
+            self.aliases[name] = first_name
+            names.append(first_name)
+            if first_name not in self.facts:
+                self.facts[first_name] = TensorFacts(
+                    first_name,
+                    tuple(tensor.shape),
+                    dtype_name(tensor.dtype),
+                    tensor.numel() * tensor.element_size(),
+                    isinstance(tensor, nn.Parameter) and tensor.requires_grad,
+                )
+        return tuple(dict.fromkeys(names))

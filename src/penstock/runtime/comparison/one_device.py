@@ -14,10 +14,16 @@ from penstock.batches.batch import Batch
 from penstock.batches.device_batch import INPUTS, device_batch
 from penstock.batches.splitting import join
 from penstock.losses.stage_loss import LossOptions, StageLoss
-from penstock.losses.view import generator_states
 from penstock.modules.deferred_batch_norm import begin
 from penstock.modules.host_random import equal_states, host_state
-from penstock.modules.randomness import drawing, may_draw, seed_generators, stream_seed
+from penstock.modules.randomness import (
+    drawing,
+    generator_states,
+    has_drawn,
+    may_draw,
+    seed_generators,
+    stream_seed,
+)
 from penstock.modules.side_loss import collecting_side_losses
 from penstock.modules.state_names import parameters_of, state_of
 from penstock.ranks.results import sum_of_local
@@ -153,7 +159,7 @@ class OneDevice:
                     )
                 else:
                     value = module(value)
-                drew = drew or not torch.equal(device_generators, generator_states(device))
+                drew = drew or has_drawn(device, device_generators)
                 drew = drew or not equal_states(host_generators, host_state())
         return value, drew
 
