@@ -236,6 +236,15 @@ class Costs:
             )
         return (float(value),) * count
 
+    def spread_or_zeros(self, name: str, count: int) -> tuple[float, ...]:
+        """Return the named costs as `count` numbers, 0 where they were not given.
+
+        Raises:
+            SettingError: as `spread`.
+        """
+        numbers = self.spread(name, count)
+        return (0.0,) * count if numbers is None else numbers
+
 
 #: The names of all fields that are seconds or bytes.
 FIELDS = tuple(

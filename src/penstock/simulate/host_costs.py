@@ -118,7 +118,7 @@ def _accumulation_seconds(
     costs: Costs, schedule: Schedule, profiles: Sequence[Profile]
 ) -> list[float]:
     """Return per stage the seconds of gradient accumulation, per micro-batch on average."""
-    gradients = costs.spread("gradient_bytes", schedule.stages) or (0.0,) * schedule.stages
+    gradients = costs.spread_or_zeros("gradient_bytes", schedule.stages)
     seconds = []
     for ranks, gradient_bytes in zip(schedule.ranks_of_stage, gradients, strict=True):
         # The first slice of every batch on every replica writes instead of adding.
@@ -137,7 +137,7 @@ def _message_seconds(
     `busy_shares` are those of the ranks, see `busy_share`. The seconds are per micro-batch: on average over its ranks and micro-batches, or, where a boundary is
     crossed both inside hosts and between them, for every one of them.
     """
-    crossing = costs.spread("boundary_bytes", schedule.stages - 1) or (0.0,) * (schedule.stages - 1)
+    crossing = costs.spread_or_zeros("boundary_bytes", schedule.stages - 1)
     forward: list[Entry] = [0.0] * schedule.stages
     backward: list[Entry] = [0.0] * schedule.stages
     share = 1 / schedule.total_micro_batches
@@ -221,7 +221,7 @@ def _flight_seconds(costs: Costs, schedule: Schedule, cluster: Cluster) -> PerSt
     """Return per boundary how long a message travels after the sender has done its part; per
     micro-batch where that differs.
     """
-    crossing = costs.spread("boundary_bytes", schedule.stages - 1) or (0.0,) * (schedule.stages - 1)
+    crossing = costs.spread_or_zeros("boundary_bytes", schedule.stages - 1)
     # Costs are for whole micro-batches and a slice takes its share: scale up to undo that.
     slices = schedule.slices_per_micro_batch
     seconds: list[float | list[float]] = []
