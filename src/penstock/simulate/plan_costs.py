@@ -201,7 +201,7 @@ def _crossing_seconds(
     A slice takes its share of its micro-batch's entry, so the entry is that of its slowest slice
     times their number.
     """
-    pairs = _pairs(schedule, stage)
+    pairs = schedule.boundary_ranks(stage)
     if schedule.slicing is not None:
         by_micro_batch = []
         rows = zip(schedule.slicing.first_of, schedule.slicing.shares, strict=True)
@@ -218,14 +218,6 @@ def _crossing_seconds(
     return [seconds[pair] for pair in pairs]
 
 
-def _pairs(schedule: Schedule, stage: int) -> list[tuple[int, int]]:
-    """Return the ranks of a stage and of the next one, for every micro-batch (or slice)."""
-    return [
-        (schedule.placement[stage, m], schedule.placement[stage + 1, m])
-        for m in range(schedule.slices)
-    ]
-
-
 def _medium(schedule: Schedule, cluster: Cluster) -> str:
     """Return "shared" if all that crosses uses one shared medium, else "duplex".
 
@@ -234,7 +226,7 @@ def _medium(schedule: Schedule, cluster: Cluster) -> str:
     """
     pairs: set[tuple[int, int]] = set()
     for stage in range(schedule.stages - 1):
-        pairs.update(_pairs(schedule, stage))
+        pairs.update(schedule.boundary_ranks(stage))
     links = {cluster.link(*pair) for pair in pairs if pair[0] != pair[1]}
     nodes = {(cluster.node(a), cluster.node(b)) for a, b in pairs if a != b}
     single_medium = len(nodes) == 1 or all(a != b for a, b in nodes)
