@@ -36,9 +36,10 @@ _MAX_STAGES_PER_RANK: Final = 32
 #: supports these numbers.
 _PROBE_RANKS, _PROBE_MICRO_BATCHES = 4, 16
 
-_STAGE_SECONDS = ("forward", "backward", "input_grad", "weight_grad", "update")
-_STAGE_BYTES = ("activation_bytes", "weight_bytes")
-_BOUNDARIES = ("boundary_bytes", "bandwidth", "latency")
+#: The costs of a state: per stage, in seconds and in bytes, and per boundary.
+STAGE_SECONDS = ("forward", "backward", "input_grad", "weight_grad", "update")
+STAGE_BYTES = ("activation_bytes", "weight_bytes")
+BOUNDARY_COSTS = ("boundary_bytes", "bandwidth", "latency")
 
 Options = tuple[tuple[str, OptionValue], ...]
 
@@ -192,14 +193,14 @@ def stage_costs(state: State, stages: int) -> Costs:
             contradict each other.
     """
     amounts: dict[str, Any] = {}
-    for name in (*_STAGE_SECONDS, *_STAGE_BYTES):
+    for name in (*STAGE_SECONDS, *STAGE_BYTES):
         values = getattr(state, name)
         if values is None:
             continue
         spread = spread_over_stages(values, state.ranks, stages, name)
         # Whole bytes, as the command line reads them.
-        amounts[name] = list(map(round, spread)) if name in _STAGE_BYTES else list(spread)
-    for name in _BOUNDARIES:
+        amounts[name] = list(map(round, spread)) if name in STAGE_BYTES else list(spread)
+    for name in BOUNDARY_COSTS:
         values = getattr(state, name)
         if values is not None:
             spread = spread_over_boundaries(values, state.ranks, stages, name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, cast
+from typing import cast
 
 import numpy as np
 
@@ -11,7 +11,6 @@ from penstock.cluster.machines import Cluster
 from penstock.plan.plan import Option, Plan
 from penstock.plan.prediction import Prediction, Remedy, Traffic
 from penstock.profile.profile import Phase
-from penstock.schedule.op import Kind
 from penstock.schedule.recompute import Recompute
 from penstock.search.instantiate import Evaluated, cached_schedule
 from penstock.search.request import PlanRequest
@@ -19,18 +18,10 @@ from penstock.simulate.gradient_sync import all_reduce_seconds
 from penstock.simulate.memory_curves import Changes
 from penstock.simulate.overlapped_sums import hidden_sum_seconds
 from penstock.simulate.simulate import simulate_schedule, tables_of
-from penstock.simulate.stage_seconds import stage_seconds
+from penstock.simulate.stage_seconds import PHASE_OF_KIND, stage_seconds
 
 #: Maximum number of rows in the plan's table of candidates.
 ROWS = 12
-
-#: The measured phase of every kind of op that computes.
-_PHASE_OF_KIND: Final[dict[Kind, Phase]] = {
-    Kind.F: "forward",
-    Kind.B: "backward",
-    Kind.I: "input_grad",
-    Kind.W: "weight_grad",
-}
 
 
 def build_plan(
@@ -148,8 +139,8 @@ def _busy_seconds(chosen: Evaluated) -> tuple[float, ...]:
         seconds = seconds_of_profile[id(profile)]
         total_s = 0.0
         for op in program:
-            if op.kind in _PHASE_OF_KIND:
-                total_s += seconds[_PHASE_OF_KIND[op.kind]][op.stage]
+            if op.kind in PHASE_OF_KIND:
+                total_s += seconds[PHASE_OF_KIND[op.kind]][op.stage]
         busy.append(total_s)
     return tuple(busy)
 

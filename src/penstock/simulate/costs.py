@@ -36,6 +36,9 @@ RENAMED = {
 
 LINKS = ("duplex", "half-duplex", "shared")
 
+#: Fields with one entry per boundary, of which there is one less than stages.
+PER_BOUNDARY = ("transfer", "transfer_back", "latency", "bandwidth", "boundary_bytes")
+
 #: Fields that cannot differ by micro-batch.
 _PER_STAGE_ONLY = ("update", "weight_bytes", "gradient_bytes", "optimizer_bytes", "weight_versions")
 
