@@ -10,7 +10,6 @@ from penstock.schedule.dependencies import acyclic_dependencies_of
 from penstock.schedule.kernels import Durations, Times
 from penstock.schedule.op import Kind, Op, Schedule
 
-
 _USUAL_UNITS = {Kind.F: 1.0, Kind.B: 2.0, Kind.I: 1.0, Kind.W: 1.0}
 
 
