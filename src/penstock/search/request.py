@@ -18,7 +18,7 @@ from penstock.profile.device_profiles import (
     scale_profile,
     with_optimizer,
 )
-from penstock.profile.profile import Phase, Profile
+from penstock.profile.profile import PHASES, Phase, Profile
 from penstock.schedule.arrays import Array
 from penstock.schedule.catalogue import FAMILIES, ScheduleFacts, schedules
 from penstock.schedule.recompute import Recompute
@@ -261,6 +261,14 @@ class PlanRequest:
         larger = np.array(profile.seconds(phase, smaller + 1))
         mean: Array = (rest * larger + (micro_batches - rest) * seconds) / micro_batches
         return mean
+
+    def work_seconds(self, rank: int, micro_batches: int) -> Array:
+        """Return per layer the mean seconds of a micro-batch's forward and backward on a rank; the
+        backward is split where that is faster.
+        """
+        f, b, i, w = (self.mean_seconds(rank, phase, micro_batches) for phase in PHASES)
+        work: Array = f + np.minimum(b, i + w)
+        return work
 
     def micro_batch_counts(self, pipelines: int = 1) -> tuple[int, ...]:
         """Return the numbers of micro-batches to try, ascending, up to 64 per pipeline; or the

@@ -15,7 +15,6 @@ from functools import cached_property
 import numpy as np
 
 from penstock.plan.segments import Selection
-from penstock.profile.profile import PHASES, Phase
 from penstock.schedule.arrays import Array
 from penstock.schedule.recompute import Recompute
 from penstock.search.instantiate import PlacedSchedule
@@ -108,13 +107,9 @@ class _Group:
     @cached_property
     def seconds(self) -> list[float]:
         """Seconds of the forward of every layer of the model, on average over micro-batches."""
-        seconds: list[float] = self._mean_seconds("forward").tolist()
+        request, micro_batches = self.placed.request, self.placed.proposal.micro_batches
+        seconds: list[float] = request.mean_seconds(self.rank, "forward", micro_batches).tolist()
         return seconds
-
-    def _mean_seconds(self, phase: Phase) -> Array:
-        """Return the seconds of a phase of every layer of the model."""
-        micro_batches = self.placed.proposal.micro_batches
-        return self.placed.request.mean_seconds(self.rank, phase, micro_batches)
 
     def least_s(self) -> float:
         """Return a lower bound in seconds of any step in which these stages fit.
@@ -132,8 +127,7 @@ class _Group:
         for part, count in zip(self.parts, moment.in_flight.tolist(), strict=True):
             for layer in range(part.start, part.stop):
                 best_rate = max(best_rate, self._bytes_freed_per_s(layer, count))
-        f, b, i, w = map(self._mean_seconds, PHASES)
-        layer_s = f + np.minimum(b, i + w)
+        layer_s = self.placed.request.work_seconds(self.rank, self.placed.proposal.micro_batches)
         work_s = float(sum(layer_s[part].sum() for part in self.parts))
         recompute_s = excess / best_rate if best_rate else np.inf
         return schedule.micro_batches / len(self.profiles) * (recompute_s + work_s)
