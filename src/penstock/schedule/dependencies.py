@@ -1,7 +1,8 @@
 """The dependencies of a schedule: what every op waits for, and which values cross ranks.
 
-This is the only place that applies the rules of `rules` and `updates` to whole programs. verify
-looks for cycles here; lower reads the messages; simulate gives ops and messages seconds.
+Here and in `op_inputs`, and nowhere else, the rules of `rules` and `updates` are applied to whole
+programs. verify looks for cycles here; lower reads the messages; simulate gives ops and messages
+seconds.
 
 An op waits for the previous op of its rank and for its inputs (`rules.needs`); where an input is
 produced on another rank, for its message. The halves of an E or L on two ranks exchange a message
