@@ -229,6 +229,11 @@ class Profile(NotebookText):
         return iter(self.layers)
 
     @property
+    def parameter_bytes(self) -> int:
+        """Bytes of all parameters."""
+        return sum(layer.parameter_bytes for layer in self.layers)
+
+    @property
     def sizes(self) -> tuple[int, ...]:
         """The micro-batch sizes that were measured."""
         return self.layers[0].forward.sizes if self.layers else ()

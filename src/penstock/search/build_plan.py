@@ -197,17 +197,15 @@ def data_parallel_s(request: PlanRequest) -> float | None:
     ranks = request.cluster.ranks
     if not 1 < ranks <= request.batch:
         return None
-    parameter_bytes = sum(layer.parameter_bytes for layer in request.profile)
     busy, samples = request.busy_on(range(ranks)), request.batch / ranks
     _, slowest = _step_s_range(busy, samples)
     layers = len(request.profile)
-    sum_s = all_reduce_seconds(range(ranks), parameter_bytes, request.cluster)
+    sum_s = all_reduce_seconds(range(ranks), request.profile.parameter_bytes, request.cluster)
     one_stage = cached_schedule("1f1b", 1, 1, ())
     # Unlike devices hide different amounts: the one that hides least counts.
-    profiles = {id(profile): profile for profile in map(busy.profile_of, range(ranks))}
     hidden_s = [
         hidden_sum_seconds(one_stage, [range(ranks)], [profile], [layers], samples, request.cluster)
-        for profile in profiles.values()
+        for profile in busy.different_profiles(range(ranks))
     ]
     return slowest + sum_s - min(hidden_s)[0]
 
@@ -216,12 +214,9 @@ def _step_s_range(request: PlanRequest, samples: float) -> tuple[float, float]:
     """Return the seconds in which the fastest and the slowest device process `samples` at once and
     update.
     """
-    parameter_bytes = sum(layer.parameter_bytes for layer in request.profile)
-    profiles = {
-        id(profile): profile for profile in map(request.profile_of, range(request.cluster.ranks))
-    }
+    parameter_bytes = request.profile.parameter_bytes
     seconds = [
         sum(profile.step_seconds(samples)) + parameter_bytes * profile.update_s_per_byte
-        for profile in profiles.values()
+        for profile in request.different_profiles(range(request.cluster.ranks))
     ]
     return min(seconds), max(seconds)

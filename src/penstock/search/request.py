@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal, final
@@ -248,6 +248,10 @@ class PlanRequest:
         All devices of one kind share one object, so that its id identifies the kind.
         """
         return self._profiles[rank]
+
+    def different_profiles(self, ranks: Iterable[int]) -> list[Profile]:
+        """Return the profiles of these ranks, each once: ranks of one kind share an object."""
+        return list({id(profile): profile for profile in map(self.profile_of, ranks)}.values())
 
     def mean_seconds(self, rank: int, phase: Phase, micro_batches: int) -> Array:
         """Return per layer the seconds of one phase of a micro-batch on a rank, on average over

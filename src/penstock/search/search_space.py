@@ -265,9 +265,8 @@ class SearchSpace:
         if all(model_s.values()):
             even_s = 1 / sum(1 / model_s[id(self.request.profile_of(rank))] for rank in shape.first)
         down_s, path_s = self._fastest_path(kinds, micro_batches)
-        parameter_bytes = sum(layer.parameter_bytes for layer in self.request.profile)
         update_s_per_byte = min(self.request.profile_of(rank).update_s_per_byte for rank in kinds)
-        update_s = parameter_bytes * update_s_per_byte / shape.ranks
+        update_s = self.request.profile.parameter_bytes * update_s_per_byte / shape.ranks
         busy, all_busy = self._slowdown(shape.devices), self._least_slowdown
         return Load(
             ranks=shape.ranks,
@@ -311,9 +310,9 @@ class SearchSpace:
         if shape.pipelines == 1:
             return 0.0
         if shape not in self._gradient_sync:
-            parameter_bytes = sum(layer.parameter_bytes for layer in self.request.profile)
+            stage_bytes = self.request.profile.parameter_bytes / shape.ranks
             self._gradient_sync[shape] = all_reduce_seconds(
-                shape.devices[:: shape.ranks], parameter_bytes / shape.ranks, self.request.cluster
+                shape.devices[:: shape.ranks], stage_bytes, self.request.cluster
             )
         return self._gradient_sync[shape]
 

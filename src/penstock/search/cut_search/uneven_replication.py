@@ -191,8 +191,8 @@ def _bound_s(
 
 def _applies(request: PlanRequest) -> bool:
     """Return whether `uneven` proposes anything: not for devices of several kinds."""
-    ranks = range(request.cluster.ranks)
-    return _allows_replicas(request) and len({id(request.profile_of(rank)) for rank in ranks}) == 1
+    kinds = request.different_profiles(range(request.cluster.ranks))
+    return _allows_replicas(request) and len(kinds) == 1
 
 
 def _allows_replicas(request: PlanRequest) -> bool:
