@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from penstock.errors import PenstockError, ScheduleError, SettingError
 from penstock.event import Timeline
-from penstock.explore.choices import OptionValue, ScheduleChoice, choice
+from penstock.explore.choices import Options, ScheduleChoice, choice
 from penstock.explore.quantities import spread_over_boundaries, spread_over_stages
 from penstock.explore.state import Choice, State
 from penstock.schedule.op import Schedule
@@ -40,8 +40,6 @@ _PROBE_RANKS, _PROBE_MICRO_BATCHES = 4, 16
 STAGE_SECONDS = ("forward", "backward", "input_grad", "weight_grad", "update")
 STAGE_BYTES = ("activation_bytes", "weight_bytes")
 BOUNDARY_COSTS = ("boundary_bytes", "bandwidth", "latency")
-
-Options = tuple[tuple[str, OptionValue], ...]
 
 
 @dataclass(frozen=True)
@@ -106,7 +104,7 @@ def result_of(state: State, selected: Choice) -> Result:
     """
     entry = choice(selected.schedule)
     options = tuple({**dict(entry.defaults), **dict(selected.options)}.items())
-    stages = state.ranks * stages_per_rank(selected.schedule, _structural(entry, options))
+    stages = state.ranks * stages_per_rank(selected.schedule, entry.structural(options))
     _check_size(selected.schedule, stages, state.micro_batches, options)
     costs = stage_costs(state, stages)
     if entry.facts.needs_costs:
@@ -177,12 +175,6 @@ def stages_per_rank(name: str, options: Options) -> int:
             return count
     # The schedule refuses the options: its own message comes when it is made.
     return 1
-
-
-def _structural(entry: ScheduleChoice, options: Options) -> Options:
-    """Return the options that decide how many stages a rank has."""
-    words = entry.facts.stages_per_rank.split()
-    return tuple((name, value) for name, value in options if name in words)
 
 
 def stage_costs(state: State, stages: int) -> Costs:

@@ -121,9 +121,7 @@ def _with_plan(state: State, plan: Plan) -> tuple[State, str]:
         for name, value in plan.schedule_options
         if name in field_names and value is not None
     )
-    # The options that the number of stages per rank depends on, such as `chunks`.
-    structural = tuple(pair for pair in options if pair[0] in entry.facts.stages_per_rank.split())
-    per_rank = stages_per_rank(entry.facts.name, structural)
+    per_rank = stages_per_rank(entry.facts.name, entry.structural(options))
     ranks, rest = divmod(plan.stages, per_rank)
     within = (
         rest == 0
