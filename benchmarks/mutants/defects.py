@@ -314,8 +314,8 @@ DEFECTS = [
     Defect(
         "memory: W releases nothing",
         "simulate/memory_curves.py",
-        "released = np.where(weights, before_w, saved)",
-        "released = np.where(weights, zero, saved)",
+        "released = np.where(is_w, saved_for_w, saved)",
+        "released = np.where(is_w, 0.0, saved)",
         ("tests/simulate/test_memory_curves.py", "tests/simulate/test_simulate.py"),
     ),
     # Interpreter.
@@ -582,7 +582,7 @@ DEFECTS = [
     Defect(
         "costs: recompute is not counted before a backward",
         "simulate/lookup.py",
-        "entries[ops.of_kind(*BACKWARD_STARTS) & self.recomputed] += _TO_RECOMPUTED",
+        "block[is_repeated] += _RECOMPUTED_B - _B",
         "pass",
         ("tests/simulate/test_simulate.py",),
     ),
@@ -728,15 +728,15 @@ DEFECTS = [
     Defect(
         "verify: an op behind the last U passes",
         "verify/verify.py",
-        "if last_op.kind is not Kind.U:",
-        "if last_op.kind is Kind.F:",
+        "if ops[-1].kind is not Kind.U:",
+        "if ops[-1].kind is Kind.F:",
         ("tests/verify",),
     ),
     Defect(
         "verify: versions may skip a number",
         "verify/verify.py",
-        "        if version != number:",
-        "        if version < number:",
+        "if version != n), None)",
+        "if version < n), None)",
         ("tests/verify",),
     ),
     Defect(
@@ -749,8 +749,8 @@ DEFECTS = [
     Defect(
         "memory: I releases all of its micro-batch",
         "simulate/memory_curves.py",
-        "end += np.where(inputs, before_w - saved, zero)",
-        "end += np.where(inputs, -saved, zero)",
+        "saved_at_end = np.where(is_i, saved_for_w - saved, 0.0)",
+        "saved_at_end = np.where(is_i, -saved, 0.0)",
         ("tests/simulate",),
     ),
     Defect(
@@ -763,15 +763,15 @@ DEFECTS = [
     Defect(
         "memory: received values are kept until the end of F",
         "simulate/memory_curves.py",
-        "np.where(is_forward, times.start[receiver], times.end[receiver]),",
-        "times.end[receiver],",
+        "release = np.where(is_forward, times.start[receiver], times.end[receiver])",
+        "release = times.end[receiver]",
         ("tests/simulate",),
     ),
     Defect(
         "memory: sent values leave at once",
         "simulate/memory_curves.py",
-        "end, arrived = (times.end[sender], turn), (times.arrived[sender], turn)",
-        "end, arrived = (times.end[sender], turn), (times.end[sender], turn)",
+        "end, arrived = (self.times.end[sender], turn), (self.times.arrived[sender], turn)",
+        "end, arrived = (self.times.end[sender], turn), (self.times.end[sender], turn)",
         ("tests/simulate",),
     ),
     Defect(
@@ -1403,8 +1403,8 @@ DEFECTS = [
     Defect(
         "verify: batches of unequal size pass",
         "verify/stream_rules.py",
-        "elif schedule.slices % stream.batches:",
-        "elif schedule.slices < stream.batches:",
+        "if schedule.slices % stream.batches:",
+        "if schedule.slices < stream.batches:",
         ("tests/verify/test_stream_rules.py",),
     ),
     Defect(

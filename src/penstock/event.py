@@ -204,15 +204,7 @@ class EventArrays:
         longest_span = float(spans.max())
         if not longest_span:
             return 0.0
-        compute_ops = OpArrays(
-            self.ops.rank[compute],
-            self.ops.kind[compute],
-            self.ops.stage[compute],
-            self.ops.micro_batch[compute],
-            # Where the ops of each rank begin among those that are left.
-            np.searchsorted(compute, self.ops.first),
-        )
-        busy = EventArrays(compute_ops, start, end).busy
+        busy = EventArrays(self.ops.at(compute), start, end).busy
         return max(1.0 - sum(busy) / (len(self.busy) * longest_span), 0.0)
 
 

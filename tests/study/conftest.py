@@ -11,19 +11,12 @@ import pytest
 HERE = Path(__file__).parent
 
 
-@pytest.fixture(scope="session")
-def fake():
-    """The module `fake_systems`, importable by that name in every process."""
-    import sys
-
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), *filter(None, [before])])
-    sys.path.insert(0, str(HERE))
-    yield importlib.import_module("fake_systems")
-    sys.path.remove(str(HERE))
-    os.environ.pop("PYTHONPATH")
-    if before is not None:
-        os.environ["PYTHONPATH"] = before
+@pytest.fixture
+def fake(monkeypatch):
+    """The module `fake_systems`, importable by that name in every process that the test starts."""
+    monkeypatch.setenv("PYTHONPATH", str(HERE), prepend=os.pathsep)
+    monkeypatch.syspath_prepend(HERE)
+    return importlib.import_module("fake_systems")
 
 
 @pytest.fixture

@@ -77,12 +77,12 @@ def test_an_interrupted_study_goes_on_where_it_stopped(
     def interrupt(record, left_s):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(recorder, "end", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        run_cells(entry, cells, records, RunOptions(tmp_path), recorder)
+    with monkeypatch.context() as patched:
+        patched.setattr(recorder, "end", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            run_cells(entry, cells, records, RunOptions(tmp_path), recorder)
     again = Records(tmp_path, "fake-study", MACHINE)
     assert [record.cell.repetition for record in again.of(cells)] == [0]
-    monkeypatch.undo()
     run_cells(entry, cells, again, RunOptions(tmp_path), recorder)
     assert calls(tmp_path) == ["works 0", "works 1", "works 2"]
 

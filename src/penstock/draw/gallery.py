@@ -83,7 +83,7 @@ def _html_page(text: GalleryText, entries: Sequence[GalleryEntry]) -> str:
     table, and a box filters schedules by their text.
     """
     style = resource("viewer.css") + resource("page.css") + resource("gallery.css")
-    dark = resource("page_dark.css") + dark_style("main")
+    dark = resource("page_dark.css") + dark_style()
     head = "".join(
         f'<th scope="col"><button type="button">{escape(name)}</button></th>'
         for name in ("schedule", *text.columns)

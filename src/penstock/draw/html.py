@@ -55,7 +55,7 @@ def html(panels: Sequence[Timeline], note: str = "") -> str:
             body += [f"<h2>{escape(heading(panel))}</h2>", _key_figures(panel, clock)]
         tables = [_rank_table(panel, clock), _stage_table(panel), *_traffic_tables(panel, clock)]
         body.append(f'<div class="tables">{"".join(tables)}</div>')
-    dark = resource("page_dark.css") + dark_style("main")
+    dark = resource("page_dark.css") + dark_style()
     style = resource("viewer.css") + resource("page.css")
     style += f"@media screen and (prefers-color-scheme:dark){{{dark}}}"
     return (

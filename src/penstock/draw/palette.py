@@ -76,14 +76,13 @@ def light_style(*, link_waits: bool = False) -> str:
     return "".join(rules)
 
 
-def dark_style(scope: str) -> str:
-    """Return the rules for a dark background.
+def dark_style() -> str:
+    """Return the rules of a page for a dark background.
 
-    Args:
-        scope: a selector that precedes each rule, so that it takes precedence over the light rule.
+    The selector `main` before each gives it precedence over the light rule.
     """
-    rules = [f"{scope} .penstock {selector}{{{key}:{dark}}}" for selector, key, _, dark in _RULES]
-    rules.append(f"{scope} .penstock .k{{fill:{BLACK}}}{scope} .penstock .v{{fill:{WHITE}}}")
+    rules = [f"main .penstock {selector}{{{key}:{dark}}}" for selector, key, _, dark in _RULES]
+    rules.append(f"main .penstock .k{{fill:{BLACK}}}main .penstock .v{{fill:{WHITE}}}")
     for kind, fill in FILLS_ON_DARK.items():
-        rules.append(f"{scope} .penstock .{kind},{scope} .penstock .{kind}2{{fill:{fill}}}")
+        rules.append(f"main .penstock .{kind},main .penstock .{kind}2{{fill:{fill}}}")
     return "".join(rules)

@@ -121,7 +121,7 @@ def style_sheet() -> str:
     """Return the style sheet: that of drawings, and what the page adds."""
     explore = files("penstock.explore").joinpath("static")
     light = resource("viewer.css") + resource("page.css")
-    dark = resource("page_dark.css") + dark_style("main")
+    dark = resource("page_dark.css") + dark_style()
     explore_light = explore.joinpath("explore.css").read_text(encoding="utf-8")
     explore_dark = explore.joinpath("explore_dark.css").read_text(encoding="utf-8")
     return f"{light}{explore_light}@media (prefers-color-scheme:dark){{{dark}{explore_dark}}}"

@@ -18,6 +18,8 @@ from penstock.search.schedules import COST_SCHEDULES, schedules
 
 #: Value of an option: a number, a word, or numbers per stage.
 OptionValue = bool | int | float | str | tuple[int, ...] | tuple[float, ...]
+#: Options by name.
+Options = tuple[tuple[str, OptionValue], ...]
 
 Number = TypeVar("Number", int, float)
 
@@ -128,7 +130,7 @@ class ScheduleChoice:
     facts: ScheduleFacts
     about: str
     fields: tuple[OptionField, ...]
-    defaults: tuple[tuple[str, OptionValue], ...] = ()
+    defaults: Options = ()
 
     def field(self, name: str) -> OptionField:
         """Return the option of a name.
@@ -143,6 +145,11 @@ class ScheduleChoice:
         raise SettingError(
             f"{self.facts.name} has no option {quote(name)}; its options: {option_names}"
         )
+
+    def structural(self, options: Options) -> Options:
+        """Return the options that decide how many stages a rank has, such as `chunks`."""
+        words = self.facts.stages_per_rank.split()
+        return tuple((name, value) for name, value in options if name in words)
 
 
 @cache
@@ -186,7 +193,7 @@ def _fields_of(make: Any) -> tuple[OptionField, ...]:
     return tuple(fields)
 
 
-def _defaults_of(make: Any) -> tuple[tuple[str, OptionValue], ...]:
+def _defaults_of(make: Any) -> Options:
     """Return the options that the page sets for a schedule's function."""
     if "settings" not in inspect.signature(make).parameters:
         return ()

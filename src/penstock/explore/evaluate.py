@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from penstock.errors import PenstockError, ScheduleError, SettingError
 from penstock.event import Timeline
-from penstock.explore.choices import OptionValue, ScheduleChoice, choice
+from penstock.explore.choices import Options, ScheduleChoice, choice
 from penstock.explore.quantities import spread_over_boundaries, spread_over_stages
 from penstock.explore.state import Choice, State
 from penstock.schedule.op import Schedule
@@ -36,11 +36,10 @@ _MAX_STAGES_PER_RANK: Final = 32
 #: supports these numbers.
 _PROBE_RANKS, _PROBE_MICRO_BATCHES = 4, 16
 
-_STAGE_SECONDS = ("forward", "backward", "input_grad", "weight_grad", "update")
-_STAGE_BYTES = ("activation_bytes", "weight_bytes")
-_BOUNDARIES = ("boundary_bytes", "bandwidth", "latency")
-
-Options = tuple[tuple[str, OptionValue], ...]
+#: The costs of a state: per stage, in seconds and in bytes, and per boundary.
+STAGE_SECONDS = ("forward", "backward", "input_grad", "weight_grad", "update")
+STAGE_BYTES = ("activation_bytes", "weight_bytes")
+BOUNDARY_COSTS = ("boundary_bytes", "bandwidth", "latency")
 
 
 @dataclass(frozen=True)
@@ -105,7 +104,7 @@ def result_of(state: State, selected: Choice) -> Result:
     """
     entry = choice(selected.schedule)
     options = tuple({**dict(entry.defaults), **dict(selected.options)}.items())
-    stages = state.ranks * stages_per_rank(selected.schedule, _structural(entry, options))
+    stages = state.ranks * stages_per_rank(selected.schedule, entry.structural(options))
     _check_size(selected.schedule, stages, state.micro_batches, options)
     costs = stage_costs(state, stages)
     if entry.facts.needs_costs:
@@ -178,12 +177,6 @@ def stages_per_rank(name: str, options: Options) -> int:
     return 1
 
 
-def _structural(entry: ScheduleChoice, options: Options) -> Options:
-    """Return the options that decide how many stages a rank has."""
-    words = entry.facts.stages_per_rank.split()
-    return tuple((name, value) for name, value in options if name in words)
-
-
 def stage_costs(state: State, stages: int) -> Costs:
     """Return the costs of every stage.
 
@@ -192,14 +185,14 @@ def stage_costs(state: State, stages: int) -> Costs:
             contradict each other.
     """
     amounts: dict[str, Any] = {}
-    for name in (*_STAGE_SECONDS, *_STAGE_BYTES):
+    for name in (*STAGE_SECONDS, *STAGE_BYTES):
         values = getattr(state, name)
         if values is None:
             continue
         spread = spread_over_stages(values, state.ranks, stages, name)
         # Whole bytes, as the command line reads them.
-        amounts[name] = list(map(round, spread)) if name in _STAGE_BYTES else list(spread)
-    for name in _BOUNDARIES:
+        amounts[name] = list(map(round, spread)) if name in STAGE_BYTES else list(spread)
+    for name in BOUNDARY_COSTS:
         values = getattr(state, name)
         if values is not None:
             spread = spread_over_boundaries(values, state.ranks, stages, name)

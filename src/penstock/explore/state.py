@@ -12,7 +12,7 @@ from typing import Final
 from urllib.parse import parse_qsl, urlencode
 
 from penstock.errors import PenstockError, SettingError
-from penstock.explore.choices import OptionValue, choice, value_text
+from penstock.explore.choices import Options, choice, value_text
 from penstock.explore.quantities import (
     MAX_BYTES,
     MAX_SECONDS,
@@ -63,7 +63,7 @@ class Choice:
     """
 
     schedule: str
-    options: tuple[tuple[str, OptionValue], ...] = ()
+    options: Options = ()
 
 
 @dataclass(frozen=True)

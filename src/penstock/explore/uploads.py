@@ -12,7 +12,13 @@ from typing import Any
 from penstock.cluster.cluster import cluster
 from penstock.errors import FileError, PenstockError
 from penstock.explore.choices import choice
-from penstock.explore.evaluate import evaluate, stages_per_rank
+from penstock.explore.evaluate import (
+    BOUNDARY_COSTS,
+    STAGE_BYTES,
+    STAGE_SECONDS,
+    evaluate,
+    stages_per_rank,
+)
 from penstock.explore.state import (
     MAX_MICRO_BATCHES,
     MAX_RANKS,
@@ -29,16 +35,7 @@ from penstock.simulate.plan_costs import stage_costs as profile_costs
 
 #: Significant digits of seconds from a profile: measurements have no more, and links stay short.
 _DIGITS = 5
-_STAGE_COSTS = (
-    "forward",
-    "backward",
-    "input_grad",
-    "weight_grad",
-    "update",
-    "activation_bytes",
-    "weight_bytes",
-)
-_BOUNDARY_COSTS = ("boundary_bytes", "bandwidth", "latency")
+_STAGE_COSTS = (*STAGE_SECONDS, *STAGE_BYTES)
 
 
 @dataclass(frozen=True)
@@ -124,9 +121,7 @@ def _with_plan(state: State, plan: Plan) -> tuple[State, str]:
         for name, value in plan.schedule_options
         if name in field_names and value is not None
     )
-    # The options that the number of stages per rank depends on, such as `chunks`.
-    structural = tuple(pair for pair in options if pair[0] in entry.facts.stages_per_rank.split())
-    per_rank = stages_per_rank(entry.facts.name, structural)
+    per_rank = stages_per_rank(entry.facts.name, entry.structural(options))
     ranks, rest = divmod(plan.stages, per_rank)
     within = (
         rest == 0
@@ -175,7 +170,7 @@ def _plan_message(plan: Plan, state: State) -> str:
 def _fitting_costs(state: State, ranks: int) -> dict[str, Any]:
     """Return the costs to change because they were one per rank of another number of ranks."""
     changes: dict[str, Any] = {}
-    for name in (*_STAGE_COSTS, *_BOUNDARY_COSTS):
+    for name in (*_STAGE_COSTS, *BOUNDARY_COSTS):
         values = getattr(state, name)
         if values is not None and len(values) > 1 and ranks != state.ranks:
             # Of all costs only that of the forward has to have a value.

@@ -10,6 +10,8 @@ from __future__ import annotations
 from math import inf
 from typing import Any, NamedTuple
 
+import numpy as np
+
 #: A NumPy array.
 Numbers = Any
 
@@ -80,17 +82,10 @@ def least_with(
                     most_stages.size > 0 and stage_count > most_stages[first, end, replicas]
                 ):
                     continue
-                if sums:
-                    for used in range(replicas, ranks + 1):
-                        least[first, used] = min(
-                            least[first, used], stage_seconds + least_after[end, used - replicas]
-                        )
-                else:
-                    for used in range(replicas, ranks + 1):
-                        least[first, used] = min(
-                            least[first, used],
-                            max(stage_seconds, least_after[end, used - replicas]),
-                        )
+                for used in range(replicas, ranks + 1):
+                    rest = least_after[end, used - replicas]
+                    value = stage_seconds + rest if sums else max(stage_seconds, rest)
+                    least[first, used] = min(least[first, used], value)
 
 
 class Placed(NamedTuple):
@@ -112,9 +107,15 @@ def peel(
 ) -> bool:
     """Return whether a V with possibly empty stages keeps the bounds: a necessary condition.
 
-    Rank r has the stages r and 2 ranks - 1 - r. Ranks are peeled off from outside: for every layer
-    that the front stages so far may end before, compute the earliest layer that their back stages
-    can begin with. Earlier is never worse, because fewer layers remain for the other ranks.
+    Rank r has the stages r (front) and 2 ranks - 1 - r (back). Ranks are peeled off from outside:
+
+        rank 0   | rank 1   | layers that are left | rank 1  | rank 0
+        front    | front    |                      | back    | back
+                 |          ^ front_end            ^ back_start
+
+    For every layer that the front stages so far may end before, compute the earliest layer that
+    their back stages can begin with. Earlier is never worse, because fewer layers remain for the
+    other ranks.
 
     Args:
         placed: costs and limits.
@@ -125,18 +126,17 @@ def peel(
     seconds, memory, _, limits = placed
     layers, ranks = seconds.shape[1] - 1, len(limits)
     # Before the first rank all layers are left; layers + 1 marks a front that no rank reaches.
-    for layer in range(layers + 1):
-        earliest[layer] = layers if layer == 0 else layers + 1
+    earliest[:] = layers + 1
+    earliest[0] = layers
     for rank in range(ranks):
-        for layer in range(layers + 1):
-            earliest_before[layer] = earliest[layer]
-            earliest[layer] = layers + 1
+        earliest_before[:] = earliest
+        earliest[:] = layers + 1
         front, front_bytes = seconds[rank], memory[rank]
         back, back_bytes = seconds[2 * ranks - 1 - rank], memory[2 * ranks - 1 - rank]
         for front_start in range(layers + 1):
-            if earliest_before[front_start] > layers:
-                continue
             back_end = earliest_before[front_start]
+            if back_end > layers:
+                continue
             # The further the front stage reaches, the shorter the back stage must be: both ends
             # move in the same direction, so this takes linear time.
             back_start = 0
@@ -145,18 +145,18 @@ def peel(
                 front_bytes_used = front_bytes[front_end] - front_bytes[front_start]
                 if front_load > min(largest, bound) or front_bytes_used > limits[rank]:
                     break
-                while back_start < back_end and (
-                    back[back_end] - back[back_start] > largest
-                    or back[back_end] - back[back_start] + front_load > bound
-                    or back_bytes[back_end] - back_bytes[back_start] + front_bytes_used
-                    > limits[rank]
-                ):
+                while back_start < back_end:
+                    back_load = back[back_end] - back[back_start]
+                    bytes_used = back_bytes[back_end] - back_bytes[back_start] + front_bytes_used
+                    if (
+                        back_load <= largest
+                        and back_load + front_load <= bound
+                        and bytes_used <= limits[rank]
+                    ):
+                        break
                     back_start += 1
                 earliest[front_end] = min(earliest[front_end], max(back_start, front_end))
-    possible = False
-    for front_end in range(layers + 1):
-        possible = possible or earliest[front_end] <= front_end
-    return possible
+    return bool((earliest <= np.arange(layers + 1)).any())
 
 
 def fold(
@@ -169,8 +169,8 @@ def fold(
 ) -> bool:
     """Return whether a V with a layer in every stage keeps the bounds.
 
-    Ranks are placed from outside: `reached` has, for the ranks so far, the pairs of layers between
-    which the other ranks must lie.
+    Ranks are placed from outside as in `peel`: `reached` has, for the ranks so far, the pairs
+    (front_end, back_start) of layers between which the other ranks must lie.
 
     Args:
         placed: costs and limits.
@@ -191,7 +191,7 @@ def fold(
         for front_start in range(rank, layers + 1):
             # `following`: for a back stage that starts at a layer, its end, which is where the back
             # stages of the outer ranks begin. Of several the nearest leaves this rank the fewest
-            # layers.
+            # layers. At last `nearest` is the first of all ends.
             nearest = -1
             for back_start in range(layers, -1, -1):
                 following[back_start] = nearest
@@ -218,17 +218,15 @@ def fold(
                     if back_end < 0 or middle_s > ranks_inside * bound * (1 + 1e-9):
                         break  # so it is for all later starts, whose middle is longer
                     back_load = back[back_end] - back[back_start]
+                    bytes_used = front_bytes_used + back_bytes[back_end] - back_bytes[back_start]
+                    link_load = links[front_end] + links[back_start] if ranks_inside else 0.0
                     if (
                         back_load <= back_limit
-                        and front_bytes_used + back_bytes[back_end] - back_bytes[back_start]
-                        <= limits[rank]
-                        and (ranks_inside == 0 or links[front_end] + links[back_start] <= bound)
+                        and bytes_used <= limits[rank]
+                        and link_load <= bound
                     ):
                         reached[rank + 1, front_end, back_start] = 1
-    possible = False
-    for front_end in range(layers + 1):
-        possible = possible or reached[ranks, front_end, front_end] == 1
-    return possible
+    return bool(np.diag(reached[ranks]).any())
 
 
 class RankLoads(NamedTuple):
@@ -278,11 +276,8 @@ def share(
             for end in range(start + 1, last - stages + stage + 2):
                 stage_load = stage_prefix[end] - stage_prefix[start]
                 rank_load = other_loads.seconds[stage] + stage_load
-                if (
-                    rank_load > bound
-                    or other_loads.memory[stage] + stage_bytes[end] - stage_bytes[start]
-                    > limits[stage]
-                ):
+                bytes_used = other_loads.memory[stage] + stage_bytes[end] - stage_bytes[start]
+                if rank_load > bound or bytes_used > limits[stage]:
                     break  # longer stages have larger loads
                 link_load = other_loads.links[stage] + links[end] if stage < stages - 1 else 0.0
                 if link_load > bound:

@@ -104,9 +104,8 @@ def looped_with_bound(
     """Return the cut of `looped` with its bottleneck and a lower bound; arguments as there.
 
     The lower bound is the bottleneck itself if all cuts were enumerated. Otherwise it is the
-    maximum of the average load of a rank and, for every k, the sum of the k cheapest of the (k - 1)
-    x ranks +
-    1 dearest layers: by the pigeonhole principle some rank holds k of those.
+    maximum of the average load of a rank and, for every k, the sum of the k cheapest of the
+    (k - 1) x ranks + 1 dearest layers: by the pigeonhole principle some rank holds k of those.
     """
     for name, value in (("ranks", ranks), ("rounds", rounds)):
         if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:

@@ -18,9 +18,10 @@ from penstock.partition.validation import (
     Costs,
     Floats,
     Ints,
-    check_costs,
+    bytes_of,
     in_flight_of,
     limits_of,
+    links_of,
     numbers_of,
     rows_of,
     sums_of,
@@ -274,23 +275,14 @@ def _chain(seconds: Costs, counts: Sequence[int], stages: int, options: OrderOpt
             f"cannot make {stages} stages from {layers} layers on {int(ranks.sum())} ranks: "
             f"every stage needs at least one layer and one rank"
         )
-    links = np.zeros(layers + 1)
-    transfer = options.get("transfer")
-    if transfer is not None:
-        links[1:-1] = check_costs(transfer, "transfer", layers - 1)
+    links = links_of(options.get("transfer"), layers)
     in_flight = in_flight_of(options.get("in_flight"), stages)
     return _Chain(
         sums_of(rows_of(numbers, "seconds_of_kind", kinds, layers)),
         np.minimum(ranks, stages).astype(np.int64),
         links,
-        _bytes_of_kind(options.get("fixed_bytes"), "fixed_bytes", kinds, layers),
-        _bytes_of_kind(options.get("saved_bytes"), "saved_bytes", kinds, layers),
+        bytes_of(options.get("fixed_bytes"), "fixed_bytes", kinds, layers),
+        bytes_of(options.get("saved_bytes"), "saved_bytes", kinds, layers),
         in_flight,
         limits_of(options.get("limits_of_kind"), "limits_of_kind", kinds, "kinds"),
     )
-
-
-def _bytes_of_kind(layer_bytes: Costs | None, what: str, kinds: int, layers: int) -> Floats:
-    """Return the bytes of every layer on every kind of rank, shape (kinds, layers)."""
-    numbers = np.zeros(layers) if layer_bytes is None else numbers_of(layer_bytes, what)
-    return rows_of(numbers, what, kinds, layers)

@@ -15,10 +15,11 @@ from penstock.partition.dp_loops import Placed
 from penstock.partition.validation import (
     Costs,
     Floats,
-    check_costs,
+    bytes_of,
     check_number,
     in_flight_of,
     limits_of,
+    links_of,
     numbers_of,
     rows_of,
     sums_of,
@@ -146,11 +147,8 @@ def placement(seconds: Costs, ranks_of: Sequence[int], options: PlacedOptions) -
         raise PartitionError(
             f"cannot make {stages} stages from {layers} layers: every stage needs at least one"
         )
-    links = np.zeros(layers + 1)
-    transfer = options.get("transfer")
-    if transfer is not None:
-        links[1:-1] = check_costs(transfer, "transfer", layers - 1)
-    times = sums_of(_rows_of_stages(numbers, "seconds", ranks_of, layers))
+    links = links_of(options.get("transfer"), layers)
+    times = sums_of(rows_of(numbers, "seconds", ranks, layers)[list(ranks_of)])
     memory = sums_of(_memory(ranks_of, layers, options))
     allowed = limits_of(options.get("limits"), "limits", ranks, "ranks")
     slack = check_number("slack", options.get("slack", 0.0), zero=True)
@@ -158,23 +156,15 @@ def placement(seconds: Costs, ranks_of: Sequence[int], options: PlacedOptions) -
     return Placement(costs, tuple(ranks_of), _links_between(ranks_of), slack)
 
 
-def _rows_of_stages(numbers: Floats, what: str, ranks_of: Sequence[int], layers: int) -> Floats:
-    """Return one row per stage from costs per rank; shape (stages, layers)."""
-    ranks = max(ranks_of) + 1
-    rows: Floats = rows_of(numbers, what, ranks, layers)[list(ranks_of)]
-    return rows
-
-
 def _memory(ranks_of: Sequence[int], layers: int, options: PlacedOptions) -> Floats:
     """Return the bytes of every layer in every stage; shape (stages, layers)."""
-    stages = len(ranks_of)
-    in_flight = in_flight_of(options.get("in_flight"), stages)
-    rows = {}
-    for what in ("fixed_bytes", "saved_bytes"):
-        layer_bytes: Costs | None = options.get(what)  # type: ignore[assignment]
-        numbers = np.zeros(layers) if layer_bytes is None else numbers_of(layer_bytes, what)
-        rows[what] = _rows_of_stages(numbers, what, ranks_of, layers)
-    return rows["fixed_bytes"] + in_flight[:, None] * rows["saved_bytes"]
+    ranks = max(ranks_of) + 1
+    in_flight = in_flight_of(options.get("in_flight"), len(ranks_of))
+    fixed = bytes_of(options.get("fixed_bytes"), "fixed_bytes", ranks, layers)
+    saved = bytes_of(options.get("saved_bytes"), "saved_bytes", ranks, layers)
+    stages = list(ranks_of)
+    memory: Floats = fixed[stages] + in_flight[:, None] * saved[stages]
+    return memory
 
 
 def _links_between(ranks_of: Sequence[int]) -> tuple[int, ...]:

@@ -1,6 +1,8 @@
 """Reachability over the number of ranks of each kind used so far; compiled where loops are long.
 
 A state is a count of ranks per kind, encoded as a mixed-radix number whose slowest digit is kind 0.
+With counts (1, 2), state 4 = 1 * 3 + 1 has one rank of each kind. Without its rank of kind 1 it is
+state 4 - 1, without that of kind 0 state 4 - 3: 1 and 3 are the strides of the kinds.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ def reach(far: Numbers, free: Numbers, counts: Numbers, reached: Numbers) -> int
     total = 0
     reached[0, 0] = 1
     for state in range(1, len(reached)):
+        # Count the digits up by one.
         kind = kinds - 1
         while used[kind] == counts[kind]:
             total -= used[kind]
@@ -38,17 +41,20 @@ def reach(far: Numbers, free: Numbers, counts: Numbers, reached: Numbers) -> int
         total += 1
         if total > stages:
             continue
-        most = size - 1 - (stages - total)
+        # The last stage, number `total` - 1, is on a rank of any kind of the state, and starts where
+        # the state without that rank ends. Every later stage needs a layer.
+        latest_end = size - 1 - (stages - total)
         stride = 1
         for last in range(kinds - 1, -1, -1):
             if used[last] > 0:
-                filled = 0
-                for start in range(total - 1, most):
+                # Ends up to here are marked already, from earlier starts.
+                marked = 0
+                for start in range(total - 1, latest_end):
                     if reached[state - stride, start]:
-                        end = min(far[last, total - 1, start], most)
-                        for layer in range(max(filled, start) + 1, end + 1):
+                        end = min(far[last, total - 1, start], latest_end)
+                        for layer in range(max(marked, start) + 1, end + 1):
                             reached[state, layer] |= free[layer]
-                        filled = max(filled, end)
+                        marked = max(marked, end)
             stride *= counts[last] + 1
         if total == stages and reached[state, size - 1]:
             return state
@@ -71,6 +77,7 @@ def reach_furthest(far: Numbers, counts: Numbers, furthest: Numbers) -> int:
     total = 0
     furthest[0] = 0
     for state in range(1, len(furthest)):
+        # Count the digits up by one.
         kind = kinds - 1
         while used[kind] == counts[kind]:
             total -= used[kind]
@@ -80,12 +87,13 @@ def reach_furthest(far: Numbers, counts: Numbers, furthest: Numbers) -> int:
         total += 1
         if total > stages:
             continue
+        # As in `reach`: the last stage starts where the state without its rank ends.
         stride = 1
         for last in range(kinds - 1, -1, -1):
-            if used[last] > 0 and furthest[state - stride] >= 0:
-                furthest[state] = max(
-                    furthest[state], far[last, total - 1, furthest[state - stride]]
-                )
+            if used[last] > 0:
+                start = furthest[state - stride]
+                if start >= 0:
+                    furthest[state] = max(furthest[state], far[last, total - 1, start])
             stride *= counts[last] + 1
         if total == stages and furthest[state] == size - 1:
             return state

@@ -125,6 +125,30 @@ def sums_of(rows: Floats) -> Floats:
     return np.concatenate((np.zeros((len(rows), 1)), np.cumsum(rows, axis=1)), axis=1)
 
 
+def bytes_of(layer_bytes: Costs | None, what: str, holders: int, layers: int) -> Floats:
+    """Return bytes of layers as validated rows, shape (holders, layers), by default 0.
+
+    Raises:
+        PartitionError: as `numbers_of` and `rows_of`.
+    """
+    numbers = np.zeros(layers) if layer_bytes is None else numbers_of(layer_bytes, what)
+    return rows_of(numbers, what, holders, layers)
+
+
+def links_of(transfer: Sequence[float] | Floats | None, layers: int) -> Floats:
+    """Return the cost of the cut before every layer and behind the last, by default 0.
+
+    The two ends of the model cost nothing.
+
+    Raises:
+        PartitionError: `transfer` has not one valid cost for each layer but the last.
+    """
+    links = np.zeros(layers + 1)
+    if transfer is not None:
+        links[1:-1] = check_costs(transfer, "transfer", max(layers - 1, 0))
+    return links
+
+
 def in_flight_of(in_flight: Sequence[float] | None, stages: int) -> Floats:
     """Return the micro-batches in flight of every stage, by default 1.
 

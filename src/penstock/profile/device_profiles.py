@@ -8,7 +8,7 @@ from dataclasses import replace
 from penstock.cluster.cluster import Cluster
 from penstock.cluster.device import Device
 from penstock.errors import PlanError
-from penstock.profile.profile import LayerProfile, Profile, Timing
+from penstock.profile.profile import Profile, Timing
 
 #: A profile, or one per kind of device by the device's name.
 Profiles = Profile | Mapping[str, Profile]
@@ -40,19 +40,9 @@ def _scale_all(profile: Profile, factor: float) -> Profile:
             spread_s=tuple(factor * seconds for seconds in timing.spread_s),
         )
 
-    def scale_layer(layer: LayerProfile) -> LayerProfile:
-        """Return the profile of one layer on that device."""
-        return replace(
-            layer,
-            forward=scale_timing(layer.forward),
-            backward=scale_timing(layer.backward),
-            input_grad=scale_timing(layer.input_grad),
-            weight_grad=scale_timing(layer.weight_grad),
-        )
-
     return replace(
         profile,
-        layers=tuple(map(scale_layer, profile.layers)),
+        layers=tuple(layer.with_timings(scale_timing) for layer in profile.layers),
         update_s_per_byte=factor * profile.update_s_per_byte,
         update_fixed_s=factor * profile.update_fixed_s,
         accumulate_s_per_byte=factor * profile.accumulate_s_per_byte,

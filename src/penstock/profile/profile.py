@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -139,6 +139,16 @@ class LayerProfile:
         timing: Timing = getattr(self, phase)
         return timing.at(samples)
 
+    def with_timings(self, change: Callable[[Timing], Timing]) -> LayerProfile:
+        """Return this layer with changed timings of its phases on the device."""
+        return replace(
+            self,
+            forward=change(self.forward),
+            backward=change(self.backward),
+            input_grad=change(self.input_grad),
+            weight_grad=change(self.weight_grad),
+        )
+
 
 def step_key(optimizer: str, states: float, fused: bool = False) -> str:
     """Return the key of an optimizer in `Profile.step_ratios`.
@@ -227,6 +237,11 @@ class Profile(NotebookText):
 
     def __iter__(self) -> Iterator[LayerProfile]:
         return iter(self.layers)
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Bytes of all parameters."""
+        return sum(layer.parameter_bytes for layer in self.layers)
 
     @property
     def sizes(self) -> tuple[int, ...]:

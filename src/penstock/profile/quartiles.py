@@ -24,14 +24,5 @@ def at_quartile(profile: Profile, quartile: Literal["lower", "upper"]) -> Profil
         pairs = zip(timing.median_s, timing.spread_s, strict=True)
         return replace(timing, median_s=tuple(max(m + half * s, 0.0) for m, s in pairs))
 
-    layers = []
-    for layer in profile.layers:
-        changed = replace(
-            layer,
-            forward=shifted(layer.forward),
-            backward=shifted(layer.backward),
-            input_grad=shifted(layer.input_grad),
-            weight_grad=shifted(layer.weight_grad),
-        )
-        layers.append(changed)
-    return replace(profile, layers=tuple(layers))
+    layers = tuple(layer.with_timings(shifted) for layer in profile.layers)
+    return replace(profile, layers=layers)

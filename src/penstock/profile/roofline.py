@@ -63,10 +63,9 @@ class Efficiency:
         matrix, convolution, grouped_convolution, attention, recurrent, other: share of the peak by
             family.
         winograd: the same for 3 x 3 convolutions by Winograd's algorithm, relative to the
-            operations of
-            the direct sum: above 1, because its F(4 x 4, 3 x 3) does 4 times fewer. It moves
-            `WINOGRAD_TRAFFIC` times the bytes, before and after its products; a device uses the
-            faster of both algorithms.
+            operations of the direct sum: above 1, because its F(4 x 4, 3 x 3) does 4 times fewer.
+            It moves `WINOGRAD_TRAFFIC` times the bytes, before and after its products; a device
+            uses the faster of both algorithms.
         memory: share of the memory's bandwidth.
         launch: real cost of a launch, as a multiple of the device's `launch_s`.
         fill_s: additional seconds per launch of all families except `other`, before the device is

@@ -195,39 +195,33 @@ class _Group:
         # The head's weights are those of the embedding; its stage stores a copy of them.
         head = round(model.vocabulary * h / width)
 
+        logits = 4 * model.sequence * model.vocabulary / width
+
         def layer(
             name: str, kind: str, seconds: _Seconds, parameters: int, saved_bytes: float
         ) -> LayerProfile:
-            row = _timings(seconds, sizes)
+            """Return a layer whose output has the bytes of a boundary."""
             return LayerProfile(
                 name,
                 kind,
-                *row,
-                parameters,
-                _WIDTH * parameters,
-                0,
-                saved_bytes,
-                boundary / width,
+                *_timings(seconds, sizes),
+                parameters=parameters,
+                parameter_bytes=_WIDTH * parameters,
+                buffer_bytes=0,
+                activation_bytes_per_sample=saved_bytes,
+                output_bytes_per_sample=boundary / width,
             )
 
-        blocks = layer(
-            "",
-            "TransformerLayer",
-            self.layer_seconds,
-            layer_parameters,
-            self.layer_activation_bytes,
+        first = layer(
+            "embedding", "Embedding", self.embedding_seconds, embedding, saved * boundary / 2
         )
-        logits = 4 * model.sequence * model.vocabulary / width
-        layers = (
-            layer(
-                "embedding", "Embedding", self.embedding_seconds, embedding, saved * boundary / 2
-            ),
-            *(replace(blocks, name=f"layers.{index}") for index in range(model.layers)),
-            layer("head", "Linear", self.head_seconds, head, 2 * saved * boundary + logits),
-        )
+        block_bytes = self.layer_activation_bytes
+        block = layer("", "TransformerLayer", self.layer_seconds, layer_parameters, block_bytes)
+        blocks = [replace(block, name=f"layers.{index}") for index in range(model.layers)]
+        last = layer("head", "Linear", self.head_seconds, head, 2 * saved * boundary + logits)
         text = f"{model.layers} {h} {model.heads} {model.vocabulary} {model.sequence}"
         return Profile(
-            layers,
+            (first, *blocks, last),
             sha256(text.encode()).hexdigest()[:16],
             8.0 * model.sequence,
             batch,

@@ -54,15 +54,11 @@ def light_chart_style() -> str:
     return _SHAPES + "".join(rules)
 
 
-def dark_chart_style(scope: str) -> str:
-    """Return the rules for a dark background.
-
-    Args:
-        scope: a selector that precedes each rule, so that it takes precedence over the light rule.
-    """
-    rules = [f"{scope} .chart {selector}{{{key}:{dark}}}" for selector, key, _, dark in _RULES]
+def dark_chart_style() -> str:
+    """Return the rules of a page for a dark background, see `palette.dark_style`."""
+    rules = [f"main .chart {selector}{{{key}:{dark}}}" for selector, key, _, dark in _RULES]
     for index, (_, dark) in enumerate(COLOURS):
-        rules += _series_rules(f"{scope} .chart", index, dark)
+        rules += _series_rules("main .chart", index, dark)
     return "".join(rules)
 
 

@@ -101,7 +101,7 @@ def _resource(name: str) -> str:
 def _style_sheet() -> str:
     """Return the style sheet of the page, with light and dark colours and rules for print."""
     dark = resource("page_dark.css") + _resource("dark.css")
-    dark += dark_style("main") + dark_chart_style("main")
+    dark += dark_style() + dark_chart_style()
     return (
         f"{resource('viewer.css')}{_resource('report.css')}"
         f"@media screen and (prefers-color-scheme:dark){{{dark}}}{_resource('print.css')}"

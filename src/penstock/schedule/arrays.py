@@ -87,6 +87,17 @@ class OpArrays:
         kinds = map(_KINDS.__getitem__, self.kind.tolist())
         return list(map(Op, kinds, self.stage.tolist(), self.micro_batch.tolist()))
 
+    def at(self, rows: Array) -> OpArrays:
+        """Return some of the ops, in the same order; `rows` are ascending. It has no slicing."""
+        return OpArrays(
+            self.rank[rows],
+            self.kind[rows],
+            self.stage[rows],
+            self.micro_batch[rows],
+            # Where the ops of each rank begin among those that are left.
+            np.searchsorted(rows, self.first),
+        )
+
     def of_kind(self, *kinds: Kind) -> Array:
         """Return a mask of the ops whose kind is one of `kinds`."""
         mask = np.zeros(len(self), bool)

@@ -11,10 +11,7 @@ from collections.abc import Sequence
 from itertools import islice
 
 from penstock.schedule.op import Kind, Op, Program, Schedule
-from penstock.schedule.unit_times import unit_times
-
-#: Durations of ops where nothing is known about their costs.
-_SECONDS = {Kind.F: 1.0, Kind.B: 2.0, Kind.I: 1.0, Kind.W: 1.0}
+from penstock.schedule.unit_times import unit_times, usual_units
 
 #: Start and end of the ops of one rank, in order.
 TimedOps = list[tuple[float, float, Op]]
@@ -78,7 +75,7 @@ def _sync_points(rows: Sequence[TimedOps]) -> list[tuple[float, int, list[int]]]
 def _timed_ops(programs: Sequence[Sequence[Op]], pairs: frozenset[tuple[Op, Op]]) -> list[TimedOps]:
     """Return start, end and op of all ops, by rank."""
     schedule = Schedule(tuple(map(tuple, programs)), pairs=pairs)
-    times = unit_times(schedule, lambda op: _SECONDS.get(op.kind, 0.0))
+    times = unit_times(schedule, usual_units)
     timed = zip(times.start.tolist(), times.end.tolist(), schedule.ops, strict=True)
     return [list(islice(timed, len(program))) for program in schedule.programs]
 

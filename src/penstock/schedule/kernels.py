@@ -20,6 +20,10 @@ Numbers = Any
 #: Seconds per op in plain Python, in units of `compiled.run`: 3 microseconds, lists included.
 ITERATIONS_PER_OP = 3
 
+#: Of the three arrays that lead from an op to what waits for it, the position of `first_consumer`:
+#: the only one in which a U may stand for all its replicas (`next_replica`).
+FIRST_CONSUMER = 1
+
 
 class OpGraph(NamedTuple):
     """Dependencies of every op: one entry per op, -1 for none.
@@ -111,7 +115,9 @@ def order_ops(graph: OpGraph, pending: Numbers, order: Numbers) -> int:
     first_consumer, second_consumer = graph.first_consumer, graph.second_consumer
     after, leader = graph.after, graph.leader
     next_in_group, next_replica = graph.next_in_group, graph.next_replica
+    has_waves = len(next_replica) > 0
     count = 0
+    # Groups that wait for nothing come first.
     for op in range(len(order)):
         if leader[op] == op and pending[op] == 0:
             member = op
@@ -123,12 +129,9 @@ def order_ops(graph: OpGraph, pending: Numbers, order: Numbers) -> int:
     while head < count:
         op = order[head]
         head += 1
-        # What waits for the op: the next op of its rank, and up to two consumers. The first may
-        # stand for all replicas of an update.
-        for edge in range(3):
-            waiting = (
-                after[op] if edge == 0 else first_consumer[op] if edge == 1 else second_consumer[op]
-            )
+        # Take the op off what waits for it; a group that waits for nothing any more comes next.
+        for edge, target in enumerate((after[op], first_consumer[op], second_consumer[op])):
+            waiting = target
             while waiting >= 0:
                 group = leader[waiting]
                 pending[group] -= 1
@@ -138,7 +141,7 @@ def order_ops(graph: OpGraph, pending: Numbers, order: Numbers) -> int:
                         order[count] = member
                         count += 1
                         member = next_in_group[member]
-                waiting = next_replica[waiting] if edge == 1 and len(next_replica) > 0 else -1
+                waiting = next_replica[waiting] if has_waves and edge == FIRST_CONSUMER else -1
     return count
 
 
@@ -159,9 +162,10 @@ def time_ops(
     op_entry, message_entry = durations.op_entry, durations.message_entry
     seconds, overlap = durations.seconds, durations.overlap
     start, end, sent, arrived = times.start, times.end, times.sent, times.arrived
+    has_waves = len(next_replica) > 0
     position = 0
     while position < len(order):
-        # The group that starts here begins when all its ranks are free and all inputs are there.
+        # 1. The group at this position begins when all its ranks are free and all inputs are there.
         begin = 0.0
         group_end = position
         op = order[position]
@@ -170,12 +174,13 @@ def time_ops(
             source = first_input[op]
             while source >= 0:
                 begin = max(begin, arrived[source])
-                source = next_replica[source] if len(next_replica) > 0 else -1
+                source = next_replica[source] if has_waves else -1
             if second_input[op] >= 0:
                 begin = max(begin, arrived[second_input[op]])
             op = next_in_group[op]
             group_end += 1
-        # The ops of a pair are on one rank, which is free after the later of their ends.
+        # 2. Its ops run, and send their values. The ops of a pair are on one rank, which is free
+        # after the later of their ends.
         for member in range(position, group_end):
             op = order[member]
             done = begin + seconds[op_entry[op]]
@@ -224,6 +229,7 @@ def time_ops_contended(
     op_entry, message_entry = durations.op_entry, durations.message_entry
     seconds = durations.seconds
     start, end, sent, arrived = times.start, times.end, times.sent, times.arrived
+    has_waves = len(next_replica) > 0
     # End and number of the running ops; numbers are ascending by rank. The dummy entry, and "+ 0"
     # below, let Numba infer 64-bit integers.
     heap = [(0.0, 0)]
@@ -237,9 +243,9 @@ def time_ops_contended(
                 heapq.heappush(heap, (end[member], member + 0))
                 member = next_in_group[member]
     while len(heap) > 0:
+        # 1. An op ends, and sends its value.
         now, op = heapq.heappop(heap)
-        arrival = now
-        sent[op] = now
+        arrival = sent[op] = now
         if first[op] >= 0:
             departure = max(now, free[first[op]])
             if second[op] >= 0:
@@ -251,12 +257,11 @@ def time_ops_contended(
             if second[op] >= 0:
                 free[second[op]] = next_departure
         arrived[op] = arrival
-        for edge in range(3):
-            waiting = (
-                after[op] if edge == 0 else first_consumer[op] if edge == 1 else second_consumer[op]
-            )
+        # 2. What waits for the op waits for one op less; a group that waits for nothing starts.
+        for edge, target in enumerate((after[op], first_consumer[op], second_consumer[op])):
             # The next op of the rank need not wait for the message if transfers overlap.
             earliest = now if edge == 0 and durations.overlap else arrival
+            waiting = target
             while waiting >= 0:
                 group = leader[waiting]
                 ready[group] = max(ready[group], earliest)
@@ -268,7 +273,7 @@ def time_ops_contended(
                         end[member] = ready[group] + seconds[op_entry[member]]
                         heapq.heappush(heap, (end[member], member + 0))
                         member = next_in_group[member]
-                waiting = next_replica[waiting] if edge == 1 and len(next_replica) > 0 else -1
+                waiting = next_replica[waiting] if has_waves and edge == FIRST_CONSUMER else -1
 
 
 def time_vectors(
@@ -289,12 +294,12 @@ def time_vectors(
     op_entry, message_entry = durations.op_entry, durations.message_entry
     table, overlap = durations.seconds, durations.overlap
     mark, makespan, first, last = spans.mark, spans.makespan, spans.first, spans.last
-    begin = free[len(free) - 1]
-    vectors, position = len(makespan), 0
+    has_waves = len(next_replica) > 0
+    begin, vectors, position = free[len(free) - 1], len(makespan), 0
     while position < len(order):
-        op = order[position]
+        # 1. When the group begins, as in `time_ops`.
+        op, group_end = order[position], position
         begin[:] = free[rank[op]]
-        group_end = position
         while op >= 0:
             rank_free = free[rank[op]]
             # A missing input is replaced by the rank's time, which changes no maximum: so the inner
@@ -303,9 +308,7 @@ def time_vectors(
             other = arrived[second_input[op]] if second_input[op] >= 0 else rank_free
             for vector in range(vectors):
                 begin[vector] = max(begin[vector], rank_free[vector], value[vector], other[vector])
-            source = -1
-            if len(next_replica) > 0 and first_input[op] >= 0:
-                source = next_replica[first_input[op]]
+            source = next_replica[first_input[op]] if has_waves and first_input[op] >= 0 else -1
             while source >= 0:
                 value = arrived[source]
                 for vector in range(vectors):
@@ -313,6 +316,7 @@ def time_vectors(
                 source = next_replica[source]
             op = next_in_group[op]
             group_end += 1
+        # 2. Its ops run, and send their values; `value` is first the end, then the arrival.
         for member in range(position, group_end):
             op = order[member]
             rank_free, value, seconds = free[rank[op]], arrived[op], table[op_entry[op]]
@@ -323,7 +327,8 @@ def time_vectors(
                 first[rank[op]] = begin
             if mark[op] & 2:
                 last[rank[op]] = value
-            if link[op] < 0 or overlap:
+            blocks_rank = link[op] >= 0 and not overlap
+            if not blocks_rank:
                 for vector in range(vectors):
                     rank_free[vector] = max(rank_free[vector], value[vector])
             if link[op] >= 0:
@@ -331,7 +336,7 @@ def time_vectors(
                 for vector in range(vectors):
                     value[vector] = max(value[vector], wire_free[vector]) + seconds[vector]
                     wire_free[vector] = value[vector]
-            if link[op] >= 0 and not overlap:
+            if blocks_rank:
                 for vector in range(vectors):
                     rank_free[vector] = max(rank_free[vector], value[vector])
         position = group_end

@@ -238,6 +238,11 @@ class Schedule(NotebookPicture):
             if op.kind is Kind.F
         }
 
+    def boundary_ranks(self, stage: int) -> list[tuple[int, int]]:
+        """Return the ranks of a stage and of the next one, for every micro-batch (or slice)."""
+        numbers = range(self.slices)
+        return [(self.placement[stage, n], self.placement[stage + 1, n]) for n in numbers]
+
     @cached_property
     def stages_of_rank(self) -> tuple[tuple[int, ...], ...]:
         """The stages of each rank, ascending.

@@ -182,13 +182,13 @@ def _check_replicas_of_stages(schedule: Schedule, replicas: Sequence[int]) -> No
             )
 
 
-def start_up(replicas: Sequence[int]) -> tuple[int, ...]:
+def start_up(replicas: Sequence[int], factor: int = 1) -> tuple[int, ...]:
     """Return PipeDream's number of warm-up forwards per stage, over all ranks of the stage.
 
     It is the number of forwards before the first backward with which all ranks stay busy from then
     on. Of R ranks, stage x has k; each of these runs (w + 1) forwards, w = floor((R - 1 - the ranks
-    of earlier stages) / k). The stage never runs more than the stage before, which passes on no
-    more.
+    of earlier stages) / k), or (`factor` w + 1). The stage never runs more than the stage before,
+    which passes on no more.
 
     >>> start_up((1, 1, 1, 1)), start_up((3, 1)), start_up((2, 1, 1))
     ((4, 3, 2, 1), (6, 1), (4, 2, 1))
@@ -200,7 +200,7 @@ def start_up(replicas: Sequence[int]) -> tuple[int, ...]:
     ranks_before = accumulate(replicas, initial=0)
     # Not strict: `accumulate` with an initial value yields one number more.
     forwards = [
-        number * ((ranks - 1 - before) // number + 1)
+        number * (factor * ((ranks - 1 - before) // number) + 1)
         for number, before in zip(replicas, ranks_before, strict=False)
     ]
     # No stage can run further ahead than the one before it, which makes its inputs.

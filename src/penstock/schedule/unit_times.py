@@ -8,7 +8,14 @@ import numpy as np
 
 from penstock.schedule.dependencies import acyclic_dependencies_of
 from penstock.schedule.kernels import Durations, Times
-from penstock.schedule.op import Op, Schedule
+from penstock.schedule.op import Kind, Op, Schedule
+
+_USUAL_UNITS = {Kind.F: 1.0, Kind.B: 2.0, Kind.I: 1.0, Kind.W: 1.0}
+
+
+def usual_units(op: Op) -> float:
+    """Return the duration of an op where nothing is known about its costs."""
+    return _USUAL_UNITS.get(op.kind, 0.0)
 
 
 def unit_times(schedule: Schedule, units: Callable[[Op], float]) -> Times:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, cast
+from typing import cast
 
 import numpy as np
 
@@ -11,7 +11,6 @@ from penstock.cluster.machines import Cluster
 from penstock.plan.plan import Option, Plan
 from penstock.plan.prediction import Prediction, Remedy, Traffic
 from penstock.profile.profile import Phase
-from penstock.schedule.op import Kind
 from penstock.schedule.recompute import Recompute
 from penstock.search.instantiate import Evaluated, cached_schedule
 from penstock.search.request import PlanRequest
@@ -19,18 +18,10 @@ from penstock.simulate.gradient_sync import all_reduce_seconds
 from penstock.simulate.memory_curves import Changes
 from penstock.simulate.overlapped_sums import hidden_sum_seconds
 from penstock.simulate.simulate import simulate_schedule, tables_of
-from penstock.simulate.stage_seconds import stage_seconds
+from penstock.simulate.stage_seconds import PHASE_OF_KIND, stage_seconds
 
 #: Maximum number of rows in the plan's table of candidates.
 ROWS = 12
-
-#: The measured phase of every kind of op that computes.
-_PHASE_OF_KIND: Final[dict[Kind, Phase]] = {
-    Kind.F: "forward",
-    Kind.B: "backward",
-    Kind.I: "input_grad",
-    Kind.W: "weight_grad",
-}
 
 
 def build_plan(
@@ -148,8 +139,8 @@ def _busy_seconds(chosen: Evaluated) -> tuple[float, ...]:
         seconds = seconds_of_profile[id(profile)]
         total_s = 0.0
         for op in program:
-            if op.kind in _PHASE_OF_KIND:
-                total_s += seconds[_PHASE_OF_KIND[op.kind]][op.stage]
+            if op.kind in PHASE_OF_KIND:
+                total_s += seconds[PHASE_OF_KIND[op.kind]][op.stage]
         busy.append(total_s)
     return tuple(busy)
 
@@ -206,17 +197,15 @@ def data_parallel_s(request: PlanRequest) -> float | None:
     ranks = request.cluster.ranks
     if not 1 < ranks <= request.batch:
         return None
-    parameter_bytes = sum(layer.parameter_bytes for layer in request.profile)
     busy, samples = request.busy_on(range(ranks)), request.batch / ranks
     _, slowest = _step_s_range(busy, samples)
     layers = len(request.profile)
-    sum_s = all_reduce_seconds(range(ranks), parameter_bytes, request.cluster)
+    sum_s = all_reduce_seconds(range(ranks), request.profile.parameter_bytes, request.cluster)
     one_stage = cached_schedule("1f1b", 1, 1, ())
     # Unlike devices hide different amounts: the one that hides least counts.
-    profiles = {id(profile): profile for profile in map(busy.profile_of, range(ranks))}
     hidden_s = [
         hidden_sum_seconds(one_stage, [range(ranks)], [profile], [layers], samples, request.cluster)
-        for profile in profiles.values()
+        for profile in busy.different_profiles(range(ranks))
     ]
     return slowest + sum_s - min(hidden_s)[0]
 
@@ -225,12 +214,9 @@ def _step_s_range(request: PlanRequest, samples: float) -> tuple[float, float]:
     """Return the seconds in which the fastest and the slowest device process `samples` at once and
     update.
     """
-    parameter_bytes = sum(layer.parameter_bytes for layer in request.profile)
-    profiles = {
-        id(profile): profile for profile in map(request.profile_of, range(request.cluster.ranks))
-    }
+    parameter_bytes = request.profile.parameter_bytes
     seconds = [
         sum(profile.step_seconds(samples)) + parameter_bytes * profile.update_s_per_byte
-        for profile in profiles.values()
+        for profile in request.different_profiles(range(request.cluster.ranks))
     ]
     return min(seconds), max(seconds)

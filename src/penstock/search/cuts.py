@@ -72,9 +72,8 @@ def _common_link(request: PlanRequest, places: Sequence[int]) -> Link | None:
     """Return the link between all consecutive stages if it is the same for all and so are the
     devices; else None.
     """
-    profiles = {id(request.profile_of(rank)) for rank in places}
     links = {request.cluster.link(a, b) if a != b else None for a, b in pairwise(places)}
-    if len(profiles) > 1 or len(links) > 1:
+    if len(request.different_profiles(places)) > 1 or len(links) > 1:
         return None
     return next(iter(links), request.cluster.inside)
 
@@ -101,9 +100,10 @@ def _balance_stages(
     """
     cluster, stages, layers = request.cluster, len(places), len(request.profile)
     micro_batch = request.batch / micro_batches
-    # Ranks of one kind share a profile object.
-    profiles = {id(profile): profile for profile in map(request.profile_of, places)}
-    rows = {key: profile.step_seconds(micro_batch) for key, profile in profiles.items()}
+    rows = {
+        id(profile): profile.step_seconds(micro_batch)
+        for profile in request.different_profiles(places)
+    }
     seconds = np.array([rows[id(request.profile_of(rank))] for rank in places])
     sizes = micro_batch * np.array(
         [layer.output_bytes_per_sample for layer in request.profile.layers[:-1]]

@@ -32,7 +32,7 @@ from penstock.search.instantiate import (
 )
 from penstock.search.plan_search import PlanSearch
 from penstock.search.request import PlanRequest
-from penstock.search.search_space import Configuration, SearchSpace
+from penstock.search.search_space import Configuration, SearchSpace, layouts
 from penstock.search.shapes import Shape
 from penstock.simulate.plan_costs import width_profile
 
@@ -259,7 +259,7 @@ def _of_schedule(
 ) -> Iterator[Configuration]:
     """Yield the configurations of a schedule on a shape, with their estimates and bounds."""
     request = space.request
-    for stages, options in space.layouts_of(facts, shape.ranks):
+    for stages, options in layouts(facts, shape.ranks):
         if not 1 <= stages <= len(request.profile) or request.stages not in (None, stages):
             continue
         estimate_s, bound_s = space.estimate_and_bound(shape, micro_batches, facts, stages)

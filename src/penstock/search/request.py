@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal, final
@@ -18,7 +18,7 @@ from penstock.profile.device_profiles import (
     scale_profile,
     with_optimizer,
 )
-from penstock.profile.profile import Phase, Profile
+from penstock.profile.profile import PHASES, Phase, Profile
 from penstock.schedule.arrays import Array
 from penstock.schedule.catalogue import FAMILIES, ScheduleFacts, schedules
 from penstock.schedule.recompute import Recompute
@@ -249,6 +249,10 @@ class PlanRequest:
         """
         return self._profiles[rank]
 
+    def different_profiles(self, ranks: Iterable[int]) -> list[Profile]:
+        """Return the profiles of these ranks, each once: ranks of one kind share an object."""
+        return list({id(profile): profile for profile in map(self.profile_of, ranks)}.values())
+
     def mean_seconds(self, rank: int, phase: Phase, micro_batches: int) -> Array:
         """Return per layer the seconds of one phase of a micro-batch on a rank, on average over
         those of a batch, whose sizes may differ by one sample.
@@ -261,6 +265,14 @@ class PlanRequest:
         larger = np.array(profile.seconds(phase, smaller + 1))
         mean: Array = (rest * larger + (micro_batches - rest) * seconds) / micro_batches
         return mean
+
+    def work_seconds(self, rank: int, micro_batches: int) -> Array:
+        """Return per layer the mean seconds of a micro-batch's forward and backward on a rank; the
+        backward is split where that is faster.
+        """
+        f, b, i, w = (self.mean_seconds(rank, phase, micro_batches) for phase in PHASES)
+        work: Array = f + np.minimum(b, i + w)
+        return work
 
     def micro_batch_counts(self, pipelines: int = 1) -> tuple[int, ...]:
         """Return the numbers of micro-batches to try, ascending, up to 64 per pipeline; or the

@@ -13,7 +13,7 @@ from penstock.schedule import catalogue as zoo
 from penstock.schedule.catalogue import ScheduleFacts
 from penstock.schedule.op import Schedule
 from penstock.schedule.options import option_error, option_names
-from penstock.simulate.costs import Costs
+from penstock.simulate.costs import PER_BOUNDARY, Costs
 
 #: Registry of cost schedules: functions of (costs, micro_batches, **options). `costs.forward` has
 #: one entry per stage, which tells the number of stages; an entry may be one number per
@@ -22,9 +22,6 @@ COST_SCHEDULES: Registry[Callable[..., Schedule]] = Registry(
     "schedule", "penstock.search.cost_schedules"
 )
 register = COST_SCHEDULES.register
-
-#: Costs that have one entry per boundary; all others have one per stage.
-_PER_BOUNDARY = ("transfer", "transfer_back", "latency", "bandwidth", "boundary_bytes")
 
 
 def schedules() -> dict[str, ScheduleFacts]:
@@ -158,7 +155,7 @@ def _check_stages(costs: Costs, stages: int | None) -> int:
     for field in fields(costs):
         value = getattr(costs, field.name)
         if isinstance(value, tuple):
-            counts[field.name] = len(value) + (field.name in _PER_BOUNDARY)
+            counts[field.name] = len(value) + (field.name in PER_BOUNDARY)
     if stages is None:
         if not counts:
             raise ScheduleError(

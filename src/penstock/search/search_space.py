@@ -58,12 +58,13 @@ class Configuration:
 
 def layouts(facts: ScheduleFacts, ranks: int) -> list[tuple[int, tuple[tuple[str, Option], ...]]]:
     """Return the numbers of stages that a schedule can have on `ranks` ranks, each with the options
-    that select it. On one rank that is one stage: several would do the same.
+    that select it. On one rank that is one stage at the most: several would do the same.
     """
-    if ranks == 1 and facts.stages_per_rank == "chunks":
-        return [(1, (("chunks", 1),))]
     if facts.stages_per_rank == "chunks":
-        return [(chunks * ranks, (("chunks", chunks),)) for chunks in STAGES_PER_RANK]
+        chunk_counts = STAGES_PER_RANK if ranks > 1 else (1,)
+        return [(chunks * ranks, (("chunks", chunks),)) for chunks in chunk_counts]
+    if ranks == 1 and facts.stages_per_rank in ("2 x waves", "2"):
+        return []
     if facts.stages_per_rank == "2 x waves":
         return [(2 * waves * ranks, (("waves", waves),)) for waves in (1, 2)]
     if facts.stages_per_rank == "2":
@@ -147,7 +148,7 @@ class SearchSpace:
         if shape.ranks == 1:
             families = tuple(_distinct_on_one_stage(families))
         variants = [
-            (facts, *layout) for facts in families for layout in self.layouts_of(facts, shape.ranks)
+            (facts, *layout) for facts in families for layout in layouts(facts, shape.ranks)
         ]
         for micro_batches in counts:
             if micro_batches < shape.pipelines:
@@ -160,13 +161,6 @@ class SearchSpace:
                 yield Configuration(
                     shape, facts.name, stages, micro_batches, options, estimate, bound
                 )
-
-    def layouts_of(
-        self, facts: ScheduleFacts, ranks: int
-    ) -> list[tuple[int, tuple[tuple[str, Option], ...]]]:
-        """Return what `layouts` does; on one rank only one stage."""
-        options = layouts(facts, ranks)
-        return options if ranks > 1 else [layout for layout in options if layout[0] == 1]
 
     def estimate_and_bound(
         self, shape: Shape, micro_batches: int, facts: ScheduleFacts, stages: int
@@ -271,9 +265,8 @@ class SearchSpace:
         if all(model_s.values()):
             even_s = 1 / sum(1 / model_s[id(self.request.profile_of(rank))] for rank in shape.first)
         down_s, path_s = self._fastest_path(kinds, micro_batches)
-        parameter_bytes = sum(layer.parameter_bytes for layer in self.request.profile)
         update_s_per_byte = min(self.request.profile_of(rank).update_s_per_byte for rank in kinds)
-        update_s = parameter_bytes * update_s_per_byte / shape.ranks
+        update_s = self.request.profile.parameter_bytes * update_s_per_byte / shape.ranks
         busy, all_busy = self._slowdown(shape.devices), self._least_slowdown
         return Load(
             ranks=shape.ranks,
@@ -317,9 +310,9 @@ class SearchSpace:
         if shape.pipelines == 1:
             return 0.0
         if shape not in self._gradient_sync:
-            parameter_bytes = sum(layer.parameter_bytes for layer in self.request.profile)
+            stage_bytes = self.request.profile.parameter_bytes / shape.ranks
             self._gradient_sync[shape] = all_reduce_seconds(
-                shape.devices[:: shape.ranks], parameter_bytes / shape.ranks, self.request.cluster
+                shape.devices[:: shape.ranks], stage_bytes, self.request.cluster
             )
         return self._gradient_sync[shape]
 

@@ -9,10 +9,7 @@ import numpy as np
 
 from penstock.errors import SettingError
 from penstock.schedule.arrays import Array
-from penstock.simulate.costs import FIELDS, Costs, check_amount
-
-#: Fields of boundaries, of which there is one less than stages.
-_BOUNDARY = ("transfer", "transfer_back", "latency", "bandwidth", "boundary_bytes")
+from penstock.simulate.costs import FIELDS, PER_BOUNDARY, Costs, check_amount
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +45,7 @@ class Amounts:
         for name in FIELDS:
             values = [getattr(vector, name) for vector in costs]
             if values[0] is not None:
-                count = stages - 1 if name in _BOUNDARY else stages
+                count = stages - 1 if name in PER_BOUNDARY else stages
                 arrays[name] = _Field(name, max(count, 0), micro_batches).stack(values)
         return cls(arrays, len(costs), stages)
 
@@ -72,7 +69,7 @@ class Amounts:
                 raise SettingError(
                     f"costs: {name} has {len(array)} vectors, the fields before it have {vectors}"
                 )
-            count = max(stages - 1 if name in _BOUNDARY else stages, 0)
+            count = max(stages - 1 if name in PER_BOUNDARY else stages, 0)
             _check_array(name, array, count, len(micro_batches))
             vectors = len(array) if array.ndim else vectors
             arrays[name] = array.reshape(array.shape + (1,) * (3 - array.ndim))

@@ -36,6 +36,9 @@ RENAMED = {
 
 LINKS = ("duplex", "half-duplex", "shared")
 
+#: Fields with one entry per boundary, of which there is one less than stages.
+PER_BOUNDARY = ("transfer", "transfer_back", "latency", "bandwidth", "boundary_bytes")
+
 #: Fields that cannot differ by micro-batch.
 _PER_STAGE_ONLY = ("update", "weight_bytes", "gradient_bytes", "optimizer_bytes", "weight_versions")
 
@@ -235,6 +238,15 @@ class Costs:
                 f"costs: {name} differs by micro-batch, but one number per stage is needed"
             )
         return (float(value),) * count
+
+    def spread_or_zeros(self, name: str, count: int) -> tuple[float, ...]:
+        """Return the named costs as `count` numbers, 0 where they were not given.
+
+        Raises:
+            SettingError: as `spread`.
+        """
+        numbers = self.spread(name, count)
+        return (0.0,) * count if numbers is None else numbers
 
 
 #: The names of all fields that are seconds or bytes.

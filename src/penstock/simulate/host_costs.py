@@ -118,7 +118,7 @@ def _accumulation_seconds(
     costs: Costs, schedule: Schedule, profiles: Sequence[Profile]
 ) -> list[float]:
     """Return per stage the seconds of gradient accumulation, per micro-batch on average."""
-    gradients = costs.spread("gradient_bytes", schedule.stages) or (0.0,) * schedule.stages
+    gradients = costs.spread_or_zeros("gradient_bytes", schedule.stages)
     seconds = []
     for ranks, gradient_bytes in zip(schedule.ranks_of_stage, gradients, strict=True):
         # The first slice of every batch on every replica writes instead of adding.
@@ -134,10 +134,14 @@ def _message_seconds(
 ) -> tuple[list[Entry], list[Entry]]:
     """Return per stage the host seconds of messages in forward and in backward.
 
-    `busy_shares` are those of the ranks, see `busy_share`. The seconds are per micro-batch: on average over its ranks and micro-batches, or, where a boundary is
-    crossed both inside hosts and between them, for every one of them.
+    They are means over the micro-batches, or, where a boundary is crossed both inside hosts and
+    between them, seconds of every micro-batch.
+
+    Args:
+        costs, schedule, cluster: as in `with_host_work`.
+        busy_shares: of the ranks, see `busy_share`.
     """
-    crossing = costs.spread("boundary_bytes", schedule.stages - 1) or (0.0,) * (schedule.stages - 1)
+    crossing = costs.spread_or_zeros("boundary_bytes", schedule.stages - 1)
     forward: list[Entry] = [0.0] * schedule.stages
     backward: list[Entry] = [0.0] * schedule.stages
     share = 1 / schedule.total_micro_batches
@@ -221,7 +225,7 @@ def _flight_seconds(costs: Costs, schedule: Schedule, cluster: Cluster) -> PerSt
     """Return per boundary how long a message travels after the sender has done its part; per
     micro-batch where that differs.
     """
-    crossing = costs.spread("boundary_bytes", schedule.stages - 1) or (0.0,) * (schedule.stages - 1)
+    crossing = costs.spread_or_zeros("boundary_bytes", schedule.stages - 1)
     # Costs are for whole micro-batches and a slice takes its share: scale up to undo that.
     slices = schedule.slices_per_micro_batch
     seconds: list[float | list[float]] = []
@@ -250,10 +254,7 @@ def _flight(message_bytes: float, pair: tuple[int, int], cluster: Cluster) -> fl
 
 def _pairs_of_micro_batches(schedule: Schedule, stage: int) -> list[list[tuple[int, int]]]:
     """Return per micro-batch the ranks of a stage and of the next one, for each of its slices."""
-    pairs = [
-        (schedule.placement[stage, number], schedule.placement[stage + 1, number])
-        for number in range(schedule.slices)
-    ]
+    pairs = schedule.boundary_ranks(stage)
     if schedule.slicing is None:
         return [[pair] for pair in pairs]
     rows = zip(schedule.slicing.first_of, schedule.slicing.shares, strict=True)
@@ -262,8 +263,4 @@ def _pairs_of_micro_batches(schedule: Schedule, stage: int) -> list[list[tuple[i
 
 def _pairs(schedule: Schedule, stage: int) -> Counter[tuple[int, int]]:
     """Return the pairs of ranks of a boundary, with the number of messages from first to second."""
-    pairs = Counter(
-        (schedule.placement[stage, number], schedule.placement[stage + 1, number])
-        for number in range(schedule.slices)
-    )
-    return Counter({pair: crossings for pair, crossings in pairs.items() if pair[0] != pair[1]})
+    return Counter(pair for pair in schedule.boundary_ranks(stage) if pair[0] != pair[1])

@@ -12,7 +12,7 @@ has one entry per op, followed by one per op's message.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -20,17 +20,28 @@ import numpy as np
 
 from penstock.schedule.arrays import Array
 from penstock.schedule.dependencies import Dependencies
-from penstock.schedule.op import BACKWARD_STARTS
+from penstock.schedule.op import ACTIVATION_MOVES, BACKWARD_STARTS, Kind
 from penstock.schedule.recompute import Recompute
 from penstock.simulate.cost_arrays import Amounts
 
-#: Numbers of the blocks of messages.
-_UP, _DOWN, _EVICT = 7, 8, 9
-_BLOCKS = 11  #: the last block is 0
-#: By kind, the block of an op's seconds and that of its message.
-_WORK = {"F": 0, "B": 1, "I": 2, "W": 3, "U": 4, "E": 10, "L": 10}
-_HOP = {"F": _UP, "B": _DOWN, "I": _DOWN, "W": 10, "U": 10, "E": _EVICT, "L": _EVICT}
-_TO_RECOMPUTED = 4  #: offset from the blocks of B and I to those of recomputed ones
+#: The blocks, in their order.
+_F, _B, _I, _W, _U, _RECOMPUTED_B, _RECOMPUTED_I, _UP, _DOWN, _MOVE, _ZERO = range(11)
+_BLOCKS = 11
+
+
+def _by_kind(blocks: Mapping[Kind, int]) -> Array:
+    """Return blocks as an array that is indexed by the code point of the kind's letter."""
+    by_kind = np.full(256, _ZERO, np.int32)
+    for kind, block in blocks.items():
+        by_kind[ord(kind.value)] = block
+    return by_kind
+
+
+#: By kind, the block of an op's seconds, and that of its message.
+_OP_BLOCK = _by_kind({Kind.F: _F, Kind.B: _B, Kind.I: _I, Kind.W: _W, Kind.U: _U})
+_MESSAGE_BLOCK = _by_kind(
+    {Kind.F: _UP, Kind.B: _DOWN, Kind.I: _DOWN, **dict.fromkeys(ACTIVATION_MOVES, _MOVE)}
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +80,7 @@ class Tables:
         """Per op, the index of its seconds in the table."""
         if self.detailed:
             return np.arange(len(self.dependencies.ops), dtype=np.int32)
-        return self._cached_entries("work", self.recompute)
+        return self._cached(("op entries", self.recompute), self._op_entries)
 
     @cached_property
     def message_entry(self) -> Array:
@@ -77,14 +88,14 @@ class Tables:
         if self.detailed:
             count = len(self.dependencies.ops)
             return np.arange(count, 2 * count, dtype=np.int32)
-        return self._cached_entries("hop", Recompute.NEVER)
+        return self._cached("message entries", self._message_entries)
 
     @cached_property
     def seconds(self) -> Array:
         """Seconds, shape (vectors, entries)."""
-        blocks = dict(self._work_blocks())
+        blocks = self._op_blocks()
         blocks[_UP], blocks[_DOWN] = self.amounts.crossing()
-        blocks[_EVICT] = self.amounts.get_or("offload")
+        blocks[_MOVE] = self.amounts.get_or("offload")
         table = self._table(blocks)
         latency = self.amounts.get("latency")
         if latency is not None:
@@ -94,15 +105,15 @@ class Tables:
                 latencies[_DOWN] = latency
             table = table + self._table(latencies, whole=True)
         if len(self.dependencies.pairs):
-            self._join_pairs(table, self._recompute_seconds(blocks[0]))
+            self._join_pairs(table, self._recompute_seconds(blocks[_F]))
         return table
 
     @cached_property
     def message_bytes(self) -> Array:
         """Bytes of messages, shape (vectors, entries), indexed by `message_entry`."""
         crossing = self.amounts.get_or("boundary_bytes")
-        evicted = self.amounts.get_or("activation_bytes")
-        return self._table({_UP: crossing, _DOWN: crossing, _EVICT: evicted})
+        moved = self.amounts.get_or("activation_bytes")
+        return self._table({_UP: crossing, _DOWN: crossing, _MOVE: moved})
 
     @cached_property
     def recomputed(self) -> Array:
@@ -121,43 +132,46 @@ class Tables:
         values: Array = self._gather(self.amounts.get_or(name), rows)[0]
         return values
 
-    def _cached_entries(self, table: str, recompute: Recompute) -> Array:
-        """Return the entries in a table of blocks, cached with the schedule's dependencies."""
+    def _cached(self, key: object, make: Callable[[], Array]) -> Array:
+        """Return what `make` returns, cached with the schedule's dependencies."""
         cache = self.dependencies.cache
-        if (table, recompute) not in cache:
-            cache[table, recompute] = self._entries(_WORK if table == "work" else _HOP)
-        entries: Array = cache[table, recompute]
+        if key not in cache:
+            cache[key] = make()
+        entries: Array = cache[key]
         return entries
 
-    def _entries(self, block_of: dict[str, int]) -> Array:
-        """Return the entry of every op in a table of blocks.
-
-        Args:
-            block_of: `_WORK` or `_HOP`.
-        """
-        ops, stages = self.dependencies.ops, self.dependencies.stages
-        # Indexed by the code point of the kind's letter: one look-up for all ops at once.
-        blocks = np.full(256, _BLOCKS - 1, np.int32)
-        for letter, block in block_of.items():
-            blocks[ord(letter)] = block
-        entries = blocks[ops.kind]
-        if block_of is _WORK and self.recompute is not Recompute.NEVER:
-            entries[ops.of_kind(*BACKWARD_STARTS) & self.recomputed] += _TO_RECOMPUTED
-        entries *= stages
-        entries += ops.stage.astype(np.int32)
-        if block_of is _HOP:
-            entries[ops.of_kind(*BACKWARD_STARTS)] -= 1  # boundary s is below stage s + 1
-            np.maximum(entries, 0, out=entries)
+    def _op_entries(self) -> Array:
+        """Return per op the entry of its seconds in a table of blocks."""
+        ops = self.dependencies.ops
+        block = _OP_BLOCK[ops.kind]
+        if self.recompute is not Recompute.NEVER:
+            is_repeated = ops.of_kind(*BACKWARD_STARTS) & self.recomputed
+            block[is_repeated] += _RECOMPUTED_B - _B  # as far as from I to its recomputed block
+        entries: Array = block * self.dependencies.stages + ops.stage.astype(np.int32)
         return entries
 
-    def _work_blocks(self) -> Iterator[tuple[int, Array]]:
-        """Yield the seconds of every kind of op, with all defaults filled in."""
+    def _message_entries(self) -> Array:
+        """Return per op the entry of its message in a table of blocks."""
+        ops = self.dependencies.ops
+        block = _MESSAGE_BLOCK[ops.kind]
+        entries: Array = block * self.dependencies.stages + ops.stage.astype(np.int32)
+        entries[ops.of_kind(*BACKWARD_STARTS)] -= 1  # boundary s is below stage s + 1
+        np.maximum(entries, 0, out=entries)
+        return entries
+
+    def _op_blocks(self) -> dict[int, Array]:
+        """Return the seconds of every kind of op, with all defaults filled in."""
         forward, backward, inputs, weights = self.amounts.work()
         recompute = self._recompute_seconds(forward)
-        update = self.amounts.get_or("update")
-        yield from enumerate(
-            (forward, backward, inputs, weights, update, backward + recompute, inputs + recompute)
-        )
+        return {
+            _F: forward,
+            _B: backward,
+            _I: inputs,
+            _W: weights,
+            _U: self.amounts.get_or("update"),
+            _RECOMPUTED_B: backward + recompute,
+            _RECOMPUTED_I: inputs + recompute,
+        }
 
     def _recompute_seconds(self, forward: Array) -> Array:
         """Return the seconds of what runs again before a recomputed micro-batch's backward."""
@@ -195,7 +209,7 @@ class Tables:
         count, stages = len(dependencies.ops), dependencies.stages
         vectors = max(map(len, blocks.values()))
         table = np.zeros((vectors, 2 * count))
-        for start, entries in ((0, self._entries(_WORK)), (count, self._entries(_HOP))):
+        for start, entries in ((0, self._op_entries()), (count, self._message_entries())):
             block_of = entries // max(stages, 1)
             for block, array in blocks.items():
                 index = entries - block * stages

@@ -25,9 +25,11 @@ pair change memory at the same moment.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -64,20 +66,21 @@ class Changes:
         ops = tables.dependencies.ops
         full, after_input_grad = _activation_bytes(tables)
         saved = _saved_bytes(tables, full)
-        backward, inputs, weights = (ops.of_kind(kind) for kind in (Kind.B, Kind.I, Kind.W))
+        recomputed = _recomputed_bytes(tables, full, saved)
+        is_b, is_i, is_w = (ops.of_kind(kind) for kind in (Kind.B, Kind.I, Kind.W))
         # With known needs of W, all else is released at the end of I.
         releases_after_i = tables.amounts.get("activation_bytes_after_input_grad") is not None
-        before_w = np.where((inputs | weights) & releases_after_i, after_input_grad, saved)
-        zero = np.zeros(len(ops))
-        released = np.where(weights, before_w, saved)
-        start = np.where(ops.activation_change > 0, saved, zero)
-        end = zero - np.where(ops.activation_change < 0, released, zero)
-        end += np.where(inputs, before_w - saved, zero)
-        recomputed = _recomputed_bytes(tables, full, saved)
-        last_reader = inputs if releases_after_i else weights
-        allocated = np.where(backward | inputs, recomputed, zero)
-        recomputed_released = np.where(backward | last_reader, recomputed, zero)
-        return cls(start, end, allocated, -recomputed_released)
+        saved_for_w = after_input_grad if releases_after_i else saved
+        released = np.where(is_w, saved_for_w, saved)
+        saved_at_end = np.where(is_i, saved_for_w - saved, 0.0)
+        saved_at_end -= np.where(ops.activation_change < 0, released, 0.0)
+        is_last_reader = is_b | (is_i if releases_after_i else is_w)
+        return cls(
+            saved_at_start=np.where(ops.activation_change > 0, saved, 0.0),
+            saved_at_end=saved_at_end,
+            recomputed_at_start=np.where(is_b | is_i, recomputed, 0.0),
+            recomputed_at_end=-np.where(is_last_reader, recomputed, 0.0),
+        )
 
 
 def _activation_bytes(tables: Tables) -> tuple[Array, Array]:
@@ -208,16 +211,16 @@ class Memory:
     def _ranks(self) -> list[tuple[MemoryCurve, dict[str, int]]]:
         """Per rank, its curve and the bytes of each purpose at its peak."""
         changes = Changes.of(self.tables)
-        buffers = self._buffers(changes)
-        order = np.argsort(buffers[0], kind="stable")
-        buffers = [column[order] for column in buffers]
-        first = self.tables.dependencies.ops.first
+        of_messages = self._steps_of_messages(changes)
+        of_messages = of_messages.at(np.argsort(of_messages.rank, kind="stable"))
+        first_op = self.tables.dependencies.ops.first
+        first_message = np.searchsorted(of_messages.rank, np.arange(len(first_op)))
         ranks = []
         for rank, weights in enumerate(weight_bytes_of_ranks(self.tables)):
-            rows = slice(first[rank], first[rank + 1])
-            low, high = np.searchsorted(buffers[0], [rank, rank + 1])
-            rank_buffers = [column[low:high] for column in buffers[1:]]
-            ranks.append(self._rank(weights, changes, rows, rank_buffers))
+            ops = slice(first_op[rank], first_op[rank + 1])
+            messages = slice(first_message[rank], first_message[rank + 1])
+            steps = [*self._steps_of_ops(changes, ops), of_messages.at(messages)]
+            ranks.append(_curve(weights, _Steps.joined(steps)))
         return ranks
 
     @cached_property
@@ -227,92 +230,64 @@ class Memory:
         turns[self.tables.dependencies.pairs + 1] -= 3  # a pair's ops start and end together
         return turns
 
-    def _rank(
-        self, weights: Array, changes: Changes, rows: slice, buffers: list[Array]
-    ) -> tuple[MemoryCurve, dict[str, int]]:
-        """Return the curve of one rank, and the bytes of each purpose at its peak.
+    def _steps_of_ops(self, changes: Changes, rows: slice) -> tuple[_Steps, _Steps]:
+        """Return the steps at the starts and at the ends of these ops."""
+        rank, turns = self.tables.dependencies.ops.rank[rows], self._turns[rows]
+        zero = np.zeros(len(turns))
+        at_start = [changes.saved_at_start[rows], zero, changes.recomputed_at_start[rows]]
+        at_end = [changes.saved_at_end[rows], zero, changes.recomputed_at_end[rows]]
+        return (
+            _Steps(rank, self.times.start[rows], turns + 1, np.stack(at_start)),
+            _Steps(rank, self.times.end[rows], turns + 2, np.stack(at_end)),
+        )
+
+    def _steps_of_messages(self, changes: Changes) -> _Steps:
+        """Return the steps of all buffers of messages."""
+        ops = self.tables.dependencies.ops
+        is_move = ops.of_kind(*ACTIVATION_MOVES)
+        sizes = np.broadcast_to(self.tables.message_bytes[0], self.tables.seconds.shape[1:])
+        bytes_of_message = sizes[self.tables.message_entry]
+        return _Steps.joined(
+            [
+                *self._received(bytes_of_message),
+                *self._sent(~is_move, bytes_of_message, boundary=True),
+                *self._sent(is_move, -changes.saved_at_end, boundary=False),
+                *self._moved(is_move, changes.saved_at_start),
+            ]
+        )
+
+    def _received(self, bytes_of_message: Array) -> list[_Steps]:
+        """Return the steps of received values, until an F starts with them or a B or I ends."""
+        dependencies, times = self.tables.dependencies, self.times
+        receiver = np.flatnonzero(dependencies.source >= 0)
+        source, turn = dependencies.source[receiver], self._turns[receiver]
+        is_forward = dependencies.ops.kind[receiver] == ord(Kind.F.value)
+        release = np.where(is_forward, times.start[receiver], times.end[receiver])
+        arrived = (times.arrived[source], turn)
+        released = (release, turn + np.where(is_forward, 1, 2))
+        return self._buffer(receiver, bytes_of_message[source], arrived, released, boundary=True)
+
+    def _sent(self, selected: Array, sizes: Array, *, boundary: bool) -> list[_Steps]:
+        """Return the steps of the values that the selected ops send, until these have arrived.
 
         Args:
-            weights: bytes of weights, gradients and optimizer state.
-            changes: of all ops.
-            rows: the rank's ops.
-            buffers: columns of `_buffers` for this rank, without the rank.
+            selected: mask of ops.
+            sizes: per op, the bytes of its value.
+            boundary: as for `_buffer`.
         """
-        when, turn, by_holder = self._sorted_changes(changes, rows, buffers)
-        in_use = np.cumsum(by_holder, axis=1)
-        base = weights.sum()
-        total = in_use.sum(axis=0) + base
-        # Changes at one turn count as one; then keep only the points at which the total changes.
-        changed = np.ones(len(when), bool)
-        changed[:-1] = (when[1:] != when[:-1]) | (turn[1:] != turn[:-1])
-        changed[changed] = np.diff(total[changed], prepend=base) != 0
-        when, in_use, total = when[changed], in_use[:, changed], total[changed]
-        if not len(when) or when[0] > 0:
-            when, total = np.concatenate([[0.0], when]), np.concatenate([[base], total])
-            in_use = np.concatenate([np.zeros((3, 1)), in_use], axis=1)
-        peak = int(np.argmax(total))
-        amounts = [*weights.tolist(), *in_use[:, peak].tolist()]
-        curve = MemoryCurve(when, np.rint(total).astype(np.int64))
-        return curve, dict(zip(HOLDERS, map(round, amounts), strict=True))
+        sender = np.flatnonzero((self.tables.dependencies.graph.link >= 0) & selected)
+        turn = self._turns[sender] + 2
+        end, arrived = (self.times.end[sender], turn), (self.times.arrived[sender], turn)
+        return self._buffer(sender, sizes[sender], end, arrived, boundary=boundary)
 
-    def _sorted_changes(
-        self, changes: Changes, rows: slice, buffers: list[Array]
-    ) -> tuple[Array, Array, Array]:
-        """Return second, turn and bytes of all changes of one rank, in order.
-
-        The bytes have a row each for activations, boundary and recompute.
-        """
-        turns = self._turns[rows]
-        buffer_when, buffer_turn, buffer_activations, buffer_boundary = buffers
-        when = np.concatenate([self.times.start[rows], self.times.end[rows], buffer_when])
-        turn = np.concatenate([turns + 1, turns + 2, buffer_turn])
-        no_ops, no_buffers = np.zeros(rows.stop - rows.start), np.zeros(len(buffer_when))
-        activations = [changes.saved_at_start[rows], changes.saved_at_end[rows], buffer_activations]
-        boundary = [no_ops, no_ops, buffer_boundary]
-        recompute = [changes.recomputed_at_start[rows], changes.recomputed_at_end[rows], no_buffers]
-        by_holder = np.stack([np.concatenate(row) for row in (activations, boundary, recompute)])
-        order = np.lexsort((turn, when))
-        return when[order], turn[order], by_holder[:, order]
-
-    def _buffers(self, changes: Changes) -> list[Array]:
-        """Return the memory of messages as columns.
-
-        The columns are rank, second, turn, change of activations, change of boundary buffers.
-        """
-        dependencies, times, turns = self.tables.dependencies, self.times, self._turns
-        ops, graph = dependencies.ops, dependencies.graph
-        message_entry = self.tables.message_entry
-        sizes = np.broadcast_to(self.tables.message_bytes[0], self.tables.seconds.shape[1:])
-        is_move = ops.of_kind(*ACTIVATION_MOVES)
-        columns: list[tuple[Array, ...]] = []
-
-        # Received values, until an F starts with them or a B or I ends.
-        receiver = np.flatnonzero(dependencies.source >= 0)
-        source = dependencies.source[receiver]
-        is_forward = ops.kind[receiver] == ord(Kind.F.value)
-        released = (
-            np.where(is_forward, times.start[receiver], times.end[receiver]),
-            turns[receiver] + np.where(is_forward, 1, 2),
-        )
-        arrival = (times.arrived[source], turns[receiver])
-        received = sizes[message_entry[source]]
-        columns += self._buffer(receiver, received, arrival, released, boundary=True)
-
-        # Sent values, until they have arrived; those of E and L are activations.
-        for is_kind, boundary in ((~is_move, True), (is_move, False)):
-            sender = np.flatnonzero((graph.link >= 0) & is_kind)
-            sent = sizes[message_entry[sender]] if boundary else -changes.saved_at_end[sender]
-            turn = turns[sender] + 2
-            end, arrived = (times.end[sender], turn), (times.arrived[sender], turn)
-            columns += self._buffer(sender, sent, end, arrived, boundary=boundary)
-
-        # Activations on their way to the receiving half of an E or L.
-        receiver = np.flatnonzero((graph.first_input >= 0) & is_move)
-        departure = (times.sent[graph.first_input[receiver]], turns[receiver])
-        start = (times.start[receiver], turns[receiver] + 1)
-        moved = changes.saved_at_start[receiver]
-        columns += self._buffer(receiver, moved, departure, start, boundary=False)
-        return [np.concatenate(column) for column in zip(*columns, strict=True)]
+    def _moved(self, is_move: Array, sizes: Array) -> list[_Steps]:
+        """Return the steps of activations on their way to the receiving half of an E or L."""
+        first_input = self.tables.dependencies.graph.first_input
+        receiver = np.flatnonzero((first_input >= 0) & is_move)
+        turn = self._turns[receiver]
+        departure = (self.times.sent[first_input[receiver]], turn)
+        start = (self.times.start[receiver], turn + 1)
+        return self._buffer(receiver, sizes[receiver], departure, start, boundary=False)
 
     def _buffer(
         self,
@@ -322,8 +297,8 @@ class Memory:
         released: tuple[Array, Array],
         *,
         boundary: bool,
-    ) -> list[tuple[Array, ...]]:
-        """Return the columns of buffers: an allocation and a release for each.
+    ) -> list[_Steps]:
+        """Return the allocations and the releases of buffers.
 
         Args:
             rows: the ops whose rank holds them.
@@ -334,10 +309,58 @@ class Memory:
         # A buffer released in the second of its allocation holds nothing at any time, but its turns
         # would still count in the peak.
         counted = (released[0] > allocated[0]) & (size != 0) & (self.boundary or not boundary)
-        rank, columns = self.tables.dependencies.ops.rank[rows[counted]], []
+        rank, steps = self.tables.dependencies.ops.rank[rows[counted]], []
         for sign, (when, turn) in ((1, allocated), (-1, released)):
-            change = sign * size[counted]
-            zero = np.zeros(len(change))
-            by_holder = (zero, change) if boundary else (change, zero)
-            columns.append((rank, when[counted], turn[counted], *by_holder))
-        return columns
+            by_holder = np.zeros((3, len(rank)))
+            by_holder[1 if boundary else 0] = sign * size[counted]
+            steps.append(_Steps(rank, when[counted], turn[counted], by_holder))
+        return steps
+
+
+class _Steps(NamedTuple):
+    """Changes of memory.
+
+    rank: of each change.
+    when: its second.
+    turn: its place among the changes of that second on its rank.
+    by_holder: bytes; the rows are activations, boundary and recompute.
+    """
+
+    rank: Array
+    when: Array
+    turn: Array
+    by_holder: Array
+
+    @classmethod
+    def joined(cls, parts: Iterable[_Steps]) -> _Steps:
+        """Return all changes of several."""
+        return cls(*(np.concatenate(column, axis=-1) for column in zip(*parts, strict=True)))
+
+    def at(self, places: Array | slice) -> _Steps:
+        """Return the changes at these places."""
+        return _Steps(*(column[..., places] for column in self))
+
+
+def _curve(weights: Array, steps: _Steps) -> tuple[MemoryCurve, dict[str, int]]:
+    """Return the curve of one rank, and the bytes of each purpose at its peak.
+
+    Args:
+        weights: bytes of weights, gradients and optimizer state.
+        steps: all changes of the rank.
+    """
+    _, when, turn, by_holder = steps.at(np.lexsort((steps.turn, steps.when)))
+    in_use = np.cumsum(by_holder, axis=1)
+    base = weights.sum()
+    total = in_use.sum(axis=0) + base
+    # Changes at one turn count as one; then keep only the points at which the total changes.
+    is_point = np.ones(len(when), bool)
+    is_point[:-1] = (when[1:] != when[:-1]) | (turn[1:] != turn[:-1])
+    is_point[is_point] = np.diff(total[is_point], prepend=base) != 0
+    when, in_use, total = when[is_point], in_use[:, is_point], total[is_point]
+    if not len(when) or when[0] > 0:
+        when, total = np.concatenate([[0.0], when]), np.concatenate([[base], total])
+        in_use = np.concatenate([np.zeros((3, 1)), in_use], axis=1)
+    peak = int(np.argmax(total))
+    amounts = [*weights.tolist(), *in_use[:, peak].tolist()]
+    curve = MemoryCurve(when, np.rint(total).astype(np.int64))
+    return curve, dict(zip(HOLDERS, map(round, amounts), strict=True))

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from penstock.cluster.cluster import Cluster
-from penstock.profile.profile import Phase, Profile
+from penstock.profile.profile import Profile
 from penstock.schedule.op import BACKWARD_ENDS, Kind, Op, Schedule
 from penstock.simulate.costs import Costs
 from penstock.simulate.gradient_sync import (
@@ -25,18 +25,11 @@ from penstock.simulate.gradient_sync import (
     in_buckets,
     processor_seconds,
 )
-from penstock.simulate.stage_seconds import parts_of, stage_seconds
+from penstock.simulate.stage_seconds import PHASE_OF_KIND, parts_of, stage_seconds
 
 #: Bytes of a bucket: small enough that the first one leaves early in the backward,
 #: and large beside a message's fixed costs.
 BUCKET_BYTES = 4 << 20
-
-_PHASE_OF_KIND: dict[Kind, Phase] = {
-    Kind.F: "forward",
-    Kind.B: "backward",
-    Kind.I: "input_grad",
-    Kind.W: "weight_grad",
-}
 
 
 def with_overlapped_sums(
@@ -186,17 +179,17 @@ class _Walk:
         for op in ops:
             if op.kind is Kind.U and op.stage in self._sent_s:
                 seconds[op.stage] = self._update(op.stage)
-            elif op.kind in _PHASE_OF_KIND:
+            elif op.kind in PHASE_OF_KIND:
                 # Earlier backwards only add to the gradients: the last one completes and sends
                 # them.
                 if op.stage in self._sums and last.get(op.stage) is op:
                     self._send_buckets(op)
-                self._now_s += self._op_seconds[_PHASE_OF_KIND[op.kind]][op.stage]
+                self._now_s += self._op_seconds[PHASE_OF_KIND[op.kind]][op.stage]
         return seconds
 
     def _send_buckets(self, op: Op) -> None:
         """Send the buckets of a stage while an op computes them."""
-        part, phase = self._parts[op.stage], _PHASE_OF_KIND[op.kind]
+        part, phase = self._parts[op.stage], PHASE_OF_KIND[op.kind]
         if part.start == 0:
             phase = "backward"  # the W of the first stage does all that a B does
         layer_seconds = self._profile.seconds(phase, self._samples)[part]

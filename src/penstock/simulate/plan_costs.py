@@ -169,8 +169,8 @@ def place_costs(
 
 def _synchronised_updates(costs: Costs, schedule: Schedule, cluster: Cluster) -> list[float]:
     """Return the seconds of every stage's update, including the all-reduce of its gradients."""
-    update = costs.spread("update", schedule.stages) or (0.0,) * schedule.stages
-    gradients = costs.spread("gradient_bytes", schedule.stages) or (0.0,) * schedule.stages
+    update = costs.spread_or_zeros("update", schedule.stages)
+    gradients = costs.spread_or_zeros("gradient_bytes", schedule.stages)
     waves = None if schedule.stream is None else schedule.stream.waves
     # With waves, copies exchange weights once per wave, and every update bears its part.
     updates_per_sync = 1 if waves is None else waves.length
@@ -184,7 +184,7 @@ def _synchronised_updates(costs: Costs, schedule: Schedule, cluster: Cluster) ->
 
 def _move_seconds(costs: Costs, schedule: Schedule, cluster: Cluster) -> list[float]:
     """Return per stage the seconds to move a micro-batch's activations to its slowest partner."""
-    activations = costs.spread("activation_bytes", schedule.stages) or (0.0,) * schedule.stages
+    activations = costs.spread_or_zeros("activation_bytes", schedule.stages)
     seconds = [0.0] * schedule.stages
     for op, partner in partners_of(schedule).items():
         rank = schedule.placement[op.stage, op.micro_batch]
@@ -201,7 +201,7 @@ def _crossing_seconds(
     A slice takes its share of its micro-batch's entry, so the entry is that of its slowest slice
     times their number.
     """
-    pairs = _pairs(schedule, stage)
+    pairs = schedule.boundary_ranks(stage)
     if schedule.slicing is not None:
         by_micro_batch = []
         rows = zip(schedule.slicing.first_of, schedule.slicing.shares, strict=True)
@@ -218,14 +218,6 @@ def _crossing_seconds(
     return [seconds[pair] for pair in pairs]
 
 
-def _pairs(schedule: Schedule, stage: int) -> list[tuple[int, int]]:
-    """Return the ranks of a stage and of the next one, for every micro-batch (or slice)."""
-    return [
-        (schedule.placement[stage, m], schedule.placement[stage + 1, m])
-        for m in range(schedule.slices)
-    ]
-
-
 def _medium(schedule: Schedule, cluster: Cluster) -> str:
     """Return "shared" if all that crosses uses one shared medium, else "duplex".
 
@@ -234,7 +226,7 @@ def _medium(schedule: Schedule, cluster: Cluster) -> str:
     """
     pairs: set[tuple[int, int]] = set()
     for stage in range(schedule.stages - 1):
-        pairs.update(_pairs(schedule, stage))
+        pairs.update(schedule.boundary_ranks(stage))
     links = {cluster.link(*pair) for pair in pairs if pair[0] != pair[1]}
     nodes = {(cluster.node(a), cluster.node(b)) for a, b in pairs if a != b}
     single_medium = len(nodes) == 1 or all(a != b for a, b in nodes)
@@ -365,26 +357,35 @@ def with_plan_zero(
     """
     if schedule.stream is not None:
         raise PlanError(f"zero is for synchronous schedules, and {schedule.name} is asynchronous")
-    copies = sum_copies(schedule, cluster)
-    # `gradient_bytes` are 1 + count gradients here. The sum is of the gradients alone: the copies
-    # that replicas store for it are counted later.
-    costs = _with_gradient_copies(costs, schedule, [1 / (1 + count) - 1 for count in copies])
-    updates = costs.spread("update", schedule.stages) or (0.0,) * schedule.stages
-    gradients = costs.spread("gradient_bytes", schedule.stages) or (0.0,) * schedule.stages
-    alone = []
-    for seconds, ranks, size in zip(updates, schedule.ranks_of_stage, gradients, strict=True):
-        alone.append(max(0.0, seconds - all_reduce_seconds(ranks, size, cluster)))
-    without_sync = replace(costs, update=alone)
     holders = schedule.ranks_of_stage
+    copies = sum_copies(schedule, cluster)
+    local = _without_gradient_sums(costs, schedule, cluster, copies)
     stored = StoredParameters(profile, lengths, holders, zero)
-    shares = stored.largest_shares()
-    shared = with_zero(without_sync, holders, cluster, lengths, zero, shares)
+    shared = with_zero(local, holders, cluster, lengths, zero, stored.largest_shares())
     # Level 1 runs here, without buckets; the others are of devices that sum without further copies.
     further = [
         0 if zero > 1 or in_buckets(ranks, cluster) else count
         for ranks, count in zip(holders, copies, strict=True)
     ]
     return stored.add_to(_with_gradient_copies(shared, schedule, further))
+
+
+def _without_gradient_sums(
+    costs: Costs, schedule: Schedule, cluster: Cluster, copies: Sequence[int]
+) -> Costs:
+    """Return `costs` without the seconds of gradient sums, and without the bytes of their copies.
+
+    `copies` is, per stage, how many copies of its gradients the sum stores.
+    """
+    # Of 1 + count times the gradients, 1 is left.
+    costs = _with_gradient_copies(costs, schedule, [1 / (1 + count) - 1 for count in copies])
+    updates = costs.spread_or_zeros("update", schedule.stages)
+    gradients = costs.spread_or_zeros("gradient_bytes", schedule.stages)
+    update_alone = [
+        max(0.0, seconds - all_reduce_seconds(ranks, size, cluster))
+        for seconds, ranks, size in zip(updates, schedule.ranks_of_stage, gradients, strict=True)
+    ]
+    return replace(costs, update=update_alone)
 
 
 def schedule_costs(

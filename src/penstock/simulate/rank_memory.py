@@ -134,8 +134,8 @@ class StoredParameters:
             return replace(costs, bytes_of_ranks=None) if costs.bytes_of_ranks else costs
         stages = len(self.parts)
         totals = costs.spread("weight_bytes", stages) or ()
-        gradients = costs.spread("gradient_bytes", stages) or (0.0,) * stages
-        states = costs.spread("optimizer_bytes", stages) or (0.0,) * stages
+        gradients = costs.spread_or_zeros("gradient_bytes", stages)
+        states = costs.spread_or_zeros("optimizer_bytes", stages)
         devices = 1 + max(chain.from_iterable(self.holders))
         rows = [[0.0, 0.0, 0.0] for _ in range(devices)]
         for stage, holders in enumerate(self.holders):

@@ -9,7 +9,15 @@ import numpy as np
 
 from penstock.profile.profile import PHASES, Phase, Profile
 from penstock.schedule.arrays import Array
-from penstock.schedule.op import Schedule
+from penstock.schedule.op import Kind, Schedule
+
+#: The measured phase of every kind of op that computes.
+PHASE_OF_KIND: dict[Kind, Phase] = {
+    Kind.F: "forward",
+    Kind.B: "backward",
+    Kind.I: "input_grad",
+    Kind.W: "weight_grad",
+}
 
 
 def parts_of(lengths: Sequence[int]) -> list[slice]:

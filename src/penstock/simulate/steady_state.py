@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from penstock.event import EventArrays, Timeline, TransferArrays
-from penstock.schedule.arrays import Array, OpArrays
+from penstock.schedule.arrays import Array
 from penstock.schedule.op import Kind, Schedule
 from penstock.schedule.recompute import Recompute
 from penstock.schedule.streaming.period import period_of, with_batch_count, with_batches
@@ -188,14 +188,7 @@ class _SimulatedStream:
         last = max(self.unaffected, batches) if last is None else last
         log = self.timeline.log
         rows = np.flatnonzero((self.batch >= last - batches) & (self.batch < last))
-        ops, origin = log.ops, float(log.start[rows].min(initial=np.inf))
-        ops_of_batches = OpArrays(
-            ops.rank[rows],
-            ops.kind[rows],
-            ops.stage[rows],
-            ops.micro_batch[rows],
-            np.searchsorted(rows, ops.first),
-        )
+        origin = float(log.start[rows].min(initial=np.inf))
         moves = log.moves
         if moves is not None:
             moves = TransferArrays(
@@ -207,7 +200,7 @@ class _SimulatedStream:
                 moves.sizes,
             )
         log_of_batches = EventArrays(
-            ops_of_batches, log.start[rows] - origin, log.end[rows] - origin, moves
+            log.ops.at(rows), log.start[rows] - origin, log.end[rows] - origin, moves
         )
         return Steady.of(seconds, batches, Timeline.of_log(log_of_batches, self.timeline.title))
 

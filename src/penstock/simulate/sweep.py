@@ -14,7 +14,7 @@ from penstock.compiled import compiled, is_worth_compiling
 from penstock.deprecation import current_names
 from penstock.errors import SettingError
 from penstock.schedule.arrays import Array, runs
-from penstock.schedule.dependencies import acyclic_dependencies_of, number_keys
+from penstock.schedule.dependencies import acyclic_dependencies_of
 from penstock.schedule.kernels import (
     ITERATIONS_PER_OP,
     Durations,
@@ -24,6 +24,7 @@ from penstock.schedule.kernels import (
     time_vectors,
 )
 from penstock.schedule.op import ACTIVATION_MOVES, Kind, Schedule
+from penstock.schedule.op_inputs import number_keys
 from penstock.schedule.recompute import Recompute
 from penstock.simulate.cost_arrays import Amounts
 from penstock.simulate.costs import FIELDS, LINKS, RENAMED, Costs

@@ -50,12 +50,12 @@ def with_zero(
     """
     check_zero(zero)
     stages = len(lengths)
-    gradients = costs.spread("gradient_bytes", stages) or (0.0,) * stages
+    gradients = costs.spread_or_zeros("gradient_bytes", stages)
     sync_s = [
         all_reduce_seconds(ranks, size, cluster)
         for ranks, size in zip(replicas, gradients, strict=True)
     ]
-    update = costs.spread("update", stages) or (0.0,) * stages
+    update = costs.spread_or_zeros("update", stages)
     counts = [len(ranks) if zero else 1 for ranks in replicas]
     shares = [1 / count for count in counts] if largest_shares is None else largest_shares
     # By level, the part of the all-reduce that is left at the update; see the table above.
@@ -96,8 +96,8 @@ def _with_shared_memory(
     if zero == 0 or costs.weight_bytes is None:
         return costs
     total = costs.spread("weight_bytes", stages) or ()
-    gradients = costs.spread("gradient_bytes", stages) or (0.0,) * stages
-    states = costs.spread("optimizer_bytes", stages) or (0.0,) * stages
+    gradients = costs.spread_or_zeros("gradient_bytes", stages)
+    states = costs.spread_or_zeros("optimizer_bytes", stages)
     rows = zip(total, gradients, states, counts, shares, lengths, strict=True)
     weight_bytes, gradient_bytes, optimizer_bytes = [], [], []
     for whole, gradient, state, count, share, length in rows:
@@ -128,7 +128,7 @@ def _overlapped(
     """
     seconds = getattr(costs, name)
     if not isinstance(seconds, tuple):
-        seconds = costs.spread(name, len(lengths)) or (0.0,) * len(lengths)
+        seconds = costs.spread_or_zeros(name, len(lengths))
     rows: list[float | list[float]] = []
     for compute_s, sync, length in zip(seconds, sync_s, lengths, strict=True):
         messages_s = share * sync

@@ -71,8 +71,8 @@ class Workspace(NamedTuple):
         done: (C, 4) number of forwards, backwards (I or B), releases (W or B), updates so far.
         free: (R,) when each rank is free.
         link, busy: (R, R) when a link is free, and the op whose message occupies it.
-        turn: (R, 3) number of evaluated ops; queue of ranks to continue with; whether a rank is in
-            it.
+        turn: (R, 3) number of evaluated ops of a rank; a ring of the ranks to continue with;
+            whether a rank is in the ring.
     """
 
     start: Floats

@@ -20,6 +20,9 @@ from penstock.synthesis.arrays import (
     Workspace,
 )
 
+#: Columns of `Workspace.turn`.
+PLACE, RING, IN_RING = 0, 1, 2
+
 
 @compiled
 def evaluate(spec: Spec, encoding: Encoding, work: Workspace) -> float:
@@ -35,23 +38,23 @@ def evaluate(spec: Spec, encoding: Encoding, work: Workspace) -> float:
     ranks, length = codes.shape
     # With several stages on a rank, a stage can update while the rank waits for another's message.
     updates_in_gaps = spec.copies_of.shape[1] > 1 and len(spec.counts) == 1
-    # A ring of the ranks that can continue: `turn` has in column 0 the rank's place in its program,
-    # in column 1 the ring, in column 2 whether the rank is in the ring.
+    # A ring of the ranks that can continue.
     for rank in range(ranks):
-        turn[rank, 1], turn[rank, 2] = rank, 1
+        turn[rank, RING], turn[rank, IN_RING] = rank, 1
     first, waiting, left = 0, ranks, 0
     while waiting:
-        rank = turn[first, 1]
+        rank = turn[first, RING]
         first = (first + 1) % ranks
         waiting -= 1
-        turn[rank, 2] = 0
-        place, free = turn[rank, 0], clock[rank]
+        turn[rank, IN_RING] = 0
+        place, free = turn[rank, PLACE], clock[rank]
         while place < lengths[rank]:
             copy, kind = codes[rank, place] >> 2, codes[rank, place] & 3
             way = 0 if kind == F else 1  # down the route with forwards, up with backwards
             op = rank * length + place
+            # 1. The op starts when its rank is free and, unless it is a W, its message has arrived.
             begin, why, k = free, op - 1 if place else -1, done[copy, way]
-            if kind != W:  # a W takes no message
+            if kind != W:
                 arrived = arrive[way, copy, k]
                 if arrived < 0.0:
                     break  # the message will queue this rank again
@@ -65,23 +68,24 @@ def evaluate(spec: Spec, encoding: Encoding, work: Workspace) -> float:
             place += 1
             if kind >= W:  # W or B
                 done[copy, 2] += 1
-            taker = copies[copy, 1 + way] if kind != W else -1
-            if taker < 0:
+            receiver = copies[copy, 1 + way] if kind != W else -1
+            if receiver < 0:
                 continue
-            target, end = copies[taker, 0], free
+            # 2. It sends its value, and the rank that receives it can continue.
+            target, end, source = copies[receiver, 0], free, op
             if target != rank:
                 if link[rank, target] > end:
-                    op = busy[rank, target]  # the cause of the arrival is the message before
-                busy[rank, target] = op
+                    source = busy[rank, target]  # the cause of the arrival is the message before
+                busy[rank, target] = source
                 end = send(link, rank, target, end, cost[copy, UP + way])
-                if turn[target, 2] == 0:
-                    turn[target, 2] = 1
-                    turn[(first + waiting) % ranks, 1] = target
+                if turn[target, IN_RING] == 0:
+                    turn[target, IN_RING] = 1
+                    turn[(first + waiting) % ranks, RING] = target
                     waiting += 1
-            arrive[way, taker, k], maker[way, taker, k] = end, op
-        turn[rank, 0] = place
+            arrive[way, receiver, k], maker[way, receiver, k] = end, source
+        turn[rank, PLACE] = place
     for rank in range(ranks):
-        left += lengths[rank] - turn[rank, 0]
+        left += lengths[rank] - turn[rank, PLACE]
     return -1.0 if left else end_of_updates(spec, work)
 
 
@@ -108,7 +112,7 @@ def reset(spec: Spec, work: Workspace) -> None:
             work.done[copy, column] = 0
     for rank in range(len(work.free)):
         work.free[rank] = 0.0
-        work.turn[rank, 0] = work.turn[rank, 2] = 0
+        work.turn[rank, PLACE] = work.turn[rank, IN_RING] = 0
         for other in range(len(work.free)):
             work.link[rank, other] = 0.0
 

@@ -166,6 +166,18 @@ class _Message(NamedTuple):
     ticks: int
 
 
+class _TimedOp(NamedTuple):
+    """An op of a solution, with its ticks. `micro_batch` is above all others for an update; `order`
+    is that of the dependencies within a micro-batch.
+    """
+
+    start: int
+    end: int
+    micro_batch: int
+    order: int
+    op: Op
+
+
 #: A value that crosses a boundary: start and end of the op that makes it, start of the op that
 #: takes it.
 _Value = tuple[Any, Any, Any]
@@ -194,7 +206,8 @@ class _Model:
         self.updates: list[tuple[Any, int]] = []
         self.micro_batches = [self._add_route(route) for route in range(len(counts))]
         self._add_messages()
-        self._add_memory_limits()
+        for rank in range(problem.ranks):
+            self._add_memory_limit(rank)
         self._add_updates()
         for intervals in self.on_rank:
             self.model.add_no_overlap(intervals)
@@ -307,15 +320,10 @@ class _Model:
         self.model.add(other.end <= one.begin).only_enforce_if(~first)
         self.model.add(one.leaves >= other.leaves + other.ticks).only_enforce_if(~first)
 
-    def _add_memory_limits(self) -> None:
-        """Limit the memory of every rank; a micro-batch holds it from the start of F to the end of
-        B or W.
-        """
-        for rank in range(self.problem.ranks):
-            self._add_memory_limit(rank)
-
     def _add_memory_limit(self, rank: int) -> None:
-        """Limit the memory of one rank, if that is a limit at all."""
+        """Limit the memory of a rank, if that is a limit at all. A micro-batch holds it from the
+        start of F to the end of B or W.
+        """
         p, model = self.problem, self.model
         copies, limit = p.copies_of_rank[rank], p.limits[rank]
         rows = [self.micro_batches[copy // p.stages][copy % p.stages] for copy in copies]
@@ -390,8 +398,7 @@ class _Model:
         forwards if only then all fits. None if neither order has programs that end and fit.
         """
         p = self.problem
-        # Per rank: start, end, micro-batch, order of dependencies, op.
-        rows: list[list[tuple[int, int, int, int, Op]]] = [[] for _ in range(p.ranks)]
+        rows: list[list[_TimedOp]] = [[] for _ in range(p.ranks)]
         for stages, stage_ranks in zip(self.micro_batches, p.routes, strict=True):
             for row, rank in zip(stages, stage_ranks, strict=True):
                 for micro_batch in row:
@@ -401,19 +408,14 @@ class _Model:
             begin = solver.value(start) if p.costs.update[s] else self.most
             end = begin + int(p.costs.update[s])
             for rank in {stage_ranks[s] for stage_ranks in p.routes}:
-                rows[rank].append((begin, end, p.micro_batches + s, 0, Op(Kind.U, s, 1)))
+                rows[rank].append(_TimedOp(begin, end, p.micro_batches + s, 0, Op(Kind.U, s, 1)))
         # In the model a micro-batch that ends at a second leaves its memory to one that starts then.
         for forwards_last in (False, True):
             programs = []
-            for program in rows:
-                program.sort(
-                    key=lambda row: (
-                        *row[:2],
-                        forwards_last and row[4].kind is Kind.F,
-                        *row[2:4],
-                    )
-                )
-                programs.append(tuple(op for *_, op in program))
+            for timed_ops in rows:
+                # By start and end, then forwards last if that is tried, then micro-batch and order.
+                timed_ops.sort(key=lambda t: (t[:2], forwards_last and t.op.kind is Kind.F, t))
+                programs.append(tuple(timed.op for timed in timed_ops))
             schedule = Schedule(tuple(programs), "synthesised")
             if self._fits(schedule) and not len(dependencies_of(schedule).blocked):
                 return schedule
@@ -431,16 +433,15 @@ class _Model:
                     return False
         return True
 
-    def _ops(
-        self, solver: Any, micro_batch: _MicroBatch
-    ) -> Iterator[tuple[int, int, int, int, Op]]:
+    def _ops(self, solver: Any, micro_batch: _MicroBatch) -> Iterator[_TimedOp]:
         """Yield the ops of a micro-batch on one stage, with their times in a solution."""
         (s, m), stages = micro_batch.op, self.problem.stages
         start = solver.value(micro_batch.forward)
-        yield start, start + int(self.problem.costs.forward[s]), m, s, Op(Kind.F, s, m)
+        end = start + int(self.problem.costs.forward[s])
+        yield _TimedOp(start, end, m, s, Op(Kind.F, s, m))
         joined = micro_batch.joined is not None and bool(solver.value(micro_batch.joined))
         start, end = solver.value(micro_batch.backward), solver.value(micro_batch.gradient_ready)
-        yield start, end, m, 2 * stages - s, Op(Kind.B if joined else Kind.I, s, m)
+        yield _TimedOp(start, end, m, 2 * stages - s, Op(Kind.B if joined else Kind.I, s, m))
         if not joined:
             start, end = solver.value(micro_batch.weight_grad), solver.value(micro_batch.released)
-            yield start, end, m, 2 * stages + 1, Op(Kind.W, s, m)
+            yield _TimedOp(start, end, m, 2 * stages + 1, Op(Kind.W, s, m))

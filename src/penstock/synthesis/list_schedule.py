@@ -52,6 +52,10 @@ class Rule(NamedTuple):
     whole: Ints
 
 
+# Numba counts references of every array that it passes to another function, which takes longer than
+# an op takes here: so the loop over ops is one function.
+
+
 @compiled
 def list_schedule(spec: Spec, rule: Rule, encoding: Encoding, work: Workspace) -> float:
     """Write the programs that the rule makes. Return their makespan, or -1 if the rule's cap lets
@@ -60,69 +64,69 @@ def list_schedule(spec: Spec, rule: Rule, encoding: Encoding, work: Workspace) -
     reset(spec, work)
     codes, lengths = encoding.codes, encoding.lengths
     copies, cost, copies_of = spec.copies, spec.cost, spec.copies_of
-    dues, whole = rule.due, rule.whole
+    due, whole, patience = rule.due, rule.whole, rule.patience[0]
     arrive, done, link, free = work.arrive, work.done, work.link, work.free
     ranks, stages, far = len(lengths), len(copies) // len(spec.counts), _far(spec, rule.cap)
     # Per copy and kind (F, I or B, W), when its next op could start; infinite if it cannot yet.
     begin = np.empty((len(copies), 3))
     # Per rank, when the first of its next ops could start, and when the first could end.
     first_start, first_end = np.empty(ranks), np.empty(ranks)
-    # An op changes what its own rank and its receiver can do: only these are looked at again.
-    changed, changes = np.empty(2, np.int64), ranks
-    unfinished = 0  # micro-batches of copies
-    for copy in range(len(copies)):
-        unfinished += spec.counts[copy // stages]
-        lengths[copies[copy, 0]] = 0
+    lengths[:] = 0
+    unfinished = stages * spec.counts.sum()  # micro-batches of copies
+    # The ranks for which that may have changed: the first `changes` of `changed`.
+    changed, changes = np.arange(ranks + 1), ranks
     while True:
         # 1. What could the changed ranks start next?
-        for i in range(changes):
-            # `changed` names at most two ranks; if all have changed, i is the rank.
-            rank = changed[i] if changes <= 2 and changes < ranks else i
-            first_start[rank] = first_end[rank] = np.inf
-            for j in range(copies_of.shape[1]):
-                copy = copies_of[rank, j]
+        for turn in range(changes):
+            other = changed[turn]
+            first_start[other] = first_end[other] = np.inf
+            for i in range(copies_of.shape[1]):
+                copy = copies_of[other, i]
                 for kind in range(3 if copy >= 0 else 0):
-                    k = done[copy, kind]
                     begin[copy, kind] = np.inf
+                    k = done[copy, kind]
                     # An I or B follows the k-th F, a W the k-th I.
-                    if k >= (spec.counts[copy // stages] if kind == F else done[copy, kind - 1]):
+                    possible = spec.counts[copy // stages] if kind == F else done[copy, kind - 1]
+                    if k >= possible:
                         continue
-                    at = free[rank] if kind == W else arrive[kind, copy, k]
-                    if at < 0.0 or (kind == F and not _fits(spec, rule.cap, done, copy, far)):
+                    ready = free[other] if kind == W else arrive[kind, copy, k]
+                    if ready < 0.0 or (kind == F and not _fits(spec, rule.cap, done, copy, far)):
                         continue
-                    begin[copy, kind] = at = max(at, free[rank])
+                    start = max(ready, free[other])
                     code = B if kind == I and whole[copy, k] else kind
-                    first_start[rank] = min(first_start[rank], at)
-                    first_end[rank] = min(first_end[rank], at + cost[copy, code])
+                    begin[copy, kind] = start
+                    first_start[other] = min(first_start[other], start)
+                    first_end[other] = min(first_end[other], start + cost[copy, code])
         # 2. The rank whose next op could end first decides: what ends later cannot change that op.
         rank = int(np.argmin(first_end))
         if first_end[rank] == np.inf:
             break  # all ops are placed, or the cap lets none continue
-        wait_until = first_start[rank] + rule.patience[0] * (first_end[rank] - first_start[rank])
-        # 3. Of the ops that it can start by then, it takes the one that is due first.
-        best, copy, kind = np.inf, -1, -1
-        for j in range(copies_of.shape[1]):
-            other = copies_of[rank, j]
-            for what in range(3 if other >= 0 else 0):
-                if begin[other, what] <= wait_until and dues[other, what, done[other, what]] < best:
-                    best, copy, kind = dues[other, what, done[other, what]], other, what
-        code = B if kind == I and whole[copy, done[copy, I]] else kind
+        # 3. Of the ops that it can start soon, it takes the one that is due first.
+        wait_until = first_start[rank] + patience * (first_end[rank] - first_start[rank])
+        first_due, copy, kind = np.inf, -1, -1
+        for i in range(copies_of.shape[1]):
+            other = copies_of[rank, i]
+            for other_kind in range(3 if other >= 0 else 0):
+                k = done[other, other_kind]
+                if begin[other, other_kind] <= wait_until and due[other, other_kind, k] < first_due:
+                    first_due, copy, kind = due[other, other_kind, k], other, other_kind
+        k = done[copy, kind]
+        code = B if kind == I and whole[copy, k] else kind
         codes[rank, lengths[rank]] = 4 * copy + code
         lengths[rank] += 1
         end = free[rank] = begin[copy, kind] + cost[copy, code]
         done[copy, kind] += 1
         done[copy, W] += code == B  # a B is also its W
         unfinished -= code >= W  # W or B
-        changed[0], changes = rank, 1
-        taker = copies[copy, 1 + kind] if kind != W else -1
-        if taker >= 0:
-            target = copies[taker, 0]
+        # 4. It sends its value. It changes what its rank and the receiver can start; all, if `far`.
+        receiver, target = copies[copy, 1 + kind] if kind != W else -1, rank
+        if receiver >= 0:
+            target = copies[receiver, 0]
             if target != rank:
                 end = send(link, rank, target, end, cost[copy, UP + kind])
-                changed[1], changes = target, 2
-            arrive[kind, taker, done[copy, kind] - 1] = end
-        if far:  # an op on any rank may free memory for an op on any other
-            changes = ranks
+            arrive[kind, receiver, k] = end
+        if not far:
+            changed[0], changed[1], changes = rank, target, 1 if target == rank else 2
     return -1.0 if unfinished else end_of_updates(spec, work)
 
 
@@ -152,11 +156,11 @@ def _fits(spec: Spec, cap: Floats, done: Ints, copy: int, far: bool) -> bool:
     held = spec.cost[copy, HOLD]  # with the new forward
     most = 0.0  # if all micro-batches were in flight
     # What its route has in flight, and one micro-batch of every stage of the rank.
-    with_other_route = spec.cost[copy, HOLD] * (done[copy, 0] - done[copy, 1])
+    with_other_route = spec.cost[copy, HOLD] * (done[copy, F] - done[copy, I])
     for i in range(spec.copies_of.shape[1]):
         other = spec.copies_of[rank, i]
         if other >= 0:
-            held += spec.cost[other, HOLD] * (done[other, 0] - done[other, 2])
+            held += spec.cost[other, HOLD] * (done[other, F] - done[other, W])
             with_other_route += spec.cost[other, HOLD]
             most += spec.cost[other, HOLD] * spec.counts[other // stages]
     if held > cap[rank]:
@@ -165,9 +169,9 @@ def _fits(spec: Spec, cap: Floats, done: Ints, copy: int, far: bool) -> bool:
         return True
     if len(spec.counts) > 1 and not far:
         return bool(with_other_route <= cap[rank])
-    done[copy, 0] += 1
+    done[copy, F] += 1
     free = _way_out(spec, cap, done) if far else _way_out_of_rank(spec, cap, done, rank)
-    done[copy, 0] -= 1
+    done[copy, F] -= 1
     return free
 
 
@@ -181,20 +185,21 @@ def _way_out_of_rank(spec: Spec, cap: Floats, done: Ints, rank: int) -> bool:
     """
     first = spec.copies_of[rank, 0]
     for i in range(spec.copies_of.shape[1]):
-        number = spec.copies_of[rank, i]
-        if number < 0:
+        copy = spec.copies_of[rank, i]
+        if copy < 0:
             continue
-        # The oldest micro-batch, and those that wait before a stage.
-        m = done[first, 1] if number == first else done[number, 0]
-        if m >= done[first, 0]:
+        # The micro-batch to finish: the oldest in flight, and the next one of every later stage.
+        m = done[first, I] if copy == first else done[copy, F]
+        if m >= done[first, F]:
             continue
         held = 0.0
         for j in range(spec.copies_of.shape[1]):
-            copy = spec.copies_of[rank, j]
-            if copy >= 0:
-                held += spec.cost[copy, HOLD] * max(0, done[copy, 0] - max(m, done[copy, 1]))
-                if done[copy, 0] <= m:
-                    held += spec.cost[copy, HOLD]
+            other = spec.copies_of[rank, j]
+            if other >= 0:
+                # What micro-batches from `m` on hold, and what `m` has yet to hold.
+                held += spec.cost[other, HOLD] * max(0, done[other, F] - max(m, done[other, I]))
+                if done[other, F] <= m:
+                    held += spec.cost[other, HOLD]
         if held > cap[rank]:
             return False
     return True
@@ -207,15 +212,15 @@ def _way_out(spec: Spec, cap: Floats, done: Ints) -> bool:
     """
     stages = len(spec.copies) // 2
     out = np.empty(2, np.int64)
-    out[0], out[1] = done[0, 1], done[stages, 1]
+    out[0], out[1] = done[0, I], done[stages, I]
     moved = True
     while moved:
         moved = False
         for route in range(2):
-            while out[route] < done[route * stages, 0] and _can_finish(spec, cap, done, out, route):
+            while out[route] < done[route * stages, F] and _can_finish(spec, cap, done, out, route):
                 out[route] += 1
                 moved = True
-    return bool(out[0] >= done[0, 0] and out[1] >= done[stages, 0])
+    return bool(out[0] >= done[0, F] and out[1] >= done[stages, F])
 
 
 @compiled
@@ -225,7 +230,7 @@ def _can_finish(spec: Spec, cap: Floats, done: Ints, out: Ints, route: int) -> b
     """
     stages = len(spec.copies) // 2
     for copy in range(route * stages, route * stages + stages):
-        if done[copy, 0] > out[route]:
+        if done[copy, F] > out[route]:
             continue
         rank = spec.copies[copy, 0]
         held = spec.cost[copy, HOLD]
@@ -233,7 +238,7 @@ def _can_finish(spec: Spec, cap: Floats, done: Ints, out: Ints, route: int) -> b
             other = spec.copies_of[rank, i]
             if other >= 0:
                 held += spec.cost[other, HOLD] * max(
-                    0, done[other, 0] - max(out[other // stages], done[other, 1])
+                    0, done[other, F] - max(out[other // stages], done[other, I])
                 )
         if held > cap[rank]:
             return False

@@ -13,15 +13,14 @@ from penstock.errors import ScheduleError
 from penstock.schedule.arrays import Array
 from penstock.schedule.placement import linear, ring, vee
 from penstock.simulate.cost_arrays import Amounts
-from penstock.simulate.costs import Costs
+from penstock.simulate.costs import PER_BOUNDARY, Costs
 from penstock.synthesis.arrays import Spec
 from penstock.units import parse_bytes
 
 PLACEMENTS = ("linear", "interleaved", "v", "bidirectional")
 
-#: Fields of `Costs` that are read, per stage and per boundary.
+#: Fields of `Costs` that are read beside those per boundary.
 _BY_STAGE = ("forward", "backward", "input_grad", "weight_grad", "update", "activation_bytes")
-_BY_BOUNDARY = ("transfer", "transfer_back", "latency", "bandwidth", "boundary_bytes")
 
 Limit = float | str | Sequence[float | str] | None
 
@@ -58,7 +57,7 @@ class StageCosts:
         # `spread` refuses costs that differ by micro-batch.
         for name in _BY_STAGE:
             costs.spread(name, stages)
-        for name in _BY_BOUNDARY:
+        for name in PER_BOUNDARY:
             costs.spread(name, stages - 1)
         amounts = Amounts.of([costs], stages, range(1))
         forward, backward, input_grad, weight_grad = amounts.work()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice, pairwise
 
 import numpy as np
@@ -24,6 +25,9 @@ from penstock.weights.catalogue import WeightRule
 
 #: The kinds of op that a micro-batch goes through on its rank, in order.
 _KIND_ORDER = (Kind.F, Kind.E, Kind.L, Kind.B, Kind.I, Kind.W)
+
+#: The kinds of op that may be in a pair: those that compute.
+_PAIRED_KINDS = {Kind.F, Kind.B, Kind.I, Kind.W}
 
 #: Tolerance for sums of shares, which are floats.
 _TOLERANCE = 1e-9
@@ -227,30 +231,15 @@ def _pairs(schedule: Schedule) -> Iterator[Finding]:
     paired_ops: set[Op] = set()
     # Sorted, because a set has no order that two runs share.
     for first, second in sorted(schedule.pairs, key=str):
+        op, error = first, ""
         if (first, second) not in adjacent:
-            yield Finding(
-                "pair",
-                f"{first}&{second} are not adjacent in that order on any rank",
-                None,
-                str(first),
-            )
+            error = " are not adjacent in that order on any rank"
         elif any(first in inputs for inputs in needs(second, schedule.stages, schedule.slicing)):
-            yield Finding(
-                "pair",
-                f"{first}&{second} cannot run as one: {second} needs {first}",
-                None,
-                str(second),
-            )
-        elif {first, second} & paired_ops or {first.kind, second.kind} & {
-            Kind.U,
-            *ACTIVATION_MOVES,
-        }:
-            yield Finding(
-                "pair",
-                f"{first}&{second}: an op of compute runs with one other, no more",
-                None,
-                str(first),
-            )
+            op, error = second, f" cannot run as one: {second} needs {first}"
+        elif {first, second} & paired_ops or {first.kind, second.kind} - _PAIRED_KINDS:
+            error = ": an op of compute runs with one other, no more"
+        if error:
+            yield Finding("pair", f"{first}&{second}{error}", None, str(op))
         paired_ops |= {first, second}
 
 
@@ -314,59 +303,43 @@ def _updates_of_copy(
         ops: the ops of the stage on this rank, in order.
         update_count: number of U ops by (rank, stage).
     """
+    finding = partial(Finding, "update", rank=rank)
     versions = [op.micro_batch for op in ops if op.kind is Kind.U]
     if not versions:
-        yield Finding(
-            "update",
+        yield finding(
             f"stage {stage} has no U on rank {rank}: its weights would never change",
-            rank,
-            f"{stage}U1",
+            op=f"{stage}U1",
         )
         return
     waves = schedule.stream is not None and schedule.stream.waves is not None
     copies = schedule.ranks_of_stage[stage]
     other_rank = max(copies, key=lambda copy: update_count[copy, stage])
     if len(versions) + waves < update_count[other_rank, stage]:
-        yield Finding(
-            "update",
+        yield finding(
             f"stage {stage} has {update_count[other_rank, stage]} U on rank {other_rank}, but "
             f"{len(versions)} on rank {rank}: its copies "
             f"{'take batches in turn' if waves else 'synchronise at every U'}",
-            rank,
-            f"{stage}U{len(versions) + 1}",
+            op=f"{stage}U{len(versions) + 1}",
         )
-    yield from _version_numbers(rank, stage, versions)
+    wrong = next((n for n, version in enumerate(versions, start=1) if version != n), None)
+    if wrong is not None:
+        op = f"{stage}U{versions[wrong - 1]}"
+        yield finding(
+            f"{op} on rank {rank} is update {wrong} of stage {stage}: versions count 1, 2, 3 …",
+            op=op,
+        )
     if schedule.synchronous and len(versions) > 1:
-        yield Finding(
-            "update",
+        yield finding(
             f"stage {stage} updates {len(versions)} times on rank {rank}, a synchronous "
             "schedule once",
-            rank,
-            f"{stage}U{versions[1]}",
+            op=f"{stage}U{versions[1]}",
         )
-    last_op = ops[-1]
-    if last_op.kind is not Kind.U:
-        yield Finding(
-            "update",
-            f"{last_op} on rank {rank} comes after the last U of stage {stage}: "
+    if ops[-1].kind is not Kind.U:
+        yield finding(
+            f"{ops[-1]} on rank {rank} comes after the last U of stage {stage}: "
             "its gradient would be lost",
-            rank,
-            str(last_op),
+            op=str(ops[-1]),
         )
-
-
-def _version_numbers(rank: int, stage: int, versions: Sequence[int]) -> Iterator[Finding]:
-    """Report the first U whose version is not the next one."""
-    for number, version in enumerate(versions, start=1):
-        if version != number:
-            yield Finding(
-                "update",
-                f"{stage}U{version} on rank {rank} is update {number} of stage {stage}: "
-                "versions count 1, 2, 3 …",
-                rank,
-                f"{stage}U{version}",
-            )
-            return
 
 
 def _over_limit(schedule: Schedule, rank_peaks: tuple[float, ...], limit: int) -> Iterator[Finding]:

@@ -33,11 +33,8 @@ from penstock.schedule.dependencies import dependencies_of
 from penstock.schedule.lower import Direction, Link, Message, messages, output_message
 from penstock.schedule.op import ACTIVATION_MOVES, Kind, Op, Schedule
 from penstock.schedule.torch_csv.cells import Communication, FsdpAction, overlaps
-from penstock.schedule.unit_times import unit_times
+from penstock.schedule.unit_times import unit_times, usual_units
 from penstock.schedule.updates import with_updates
-
-#: Time units per op that decide where transfers are placed.
-_DURATIONS = {Kind.F: 1.0, Kind.B: 2.0, Kind.I: 1.0, Kind.W: 1.0}
 
 
 def check_supported(schedule: Schedule) -> None:
@@ -180,7 +177,7 @@ def _ordered_events(schedule: Schedule) -> list[_Start]:
     dependencies = dependencies_of(schedule)
     if len(dependencies.blocked):
         raise ScheduleError(f"{schedule.name} deadlocks: `verify` says where")
-    times = unit_times(schedule, lambda op: _DURATIONS.get(op.kind, 0.0))
+    times = unit_times(schedule, usual_units)
     rank_of, sent = dependencies.ops.rank.tolist(), times.sent.tolist()
     starts = [
         _Start(moment, True, rank, op, None)

@@ -18,11 +18,11 @@ have two sizes, all entries exist for both.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import combinations
+from itertools import combinations, product
 from typing import TypeVar
 
 import numpy as np
@@ -269,11 +269,8 @@ class CutBounds:
         """Per boundary, the ranks of the two stages, of all micro-batches."""
 
         def make() -> list[set[tuple[int, int]]]:
-            placement = self.schedule.placement
-            return [
-                {(placement[s, m], placement[s + 1, m]) for m in range(self.schedule.slices)}
-                for s in range(self.schedule.stages - 1)
-            ]
+            boundaries = range(self.schedule.stages - 1)
+            return [set(self.schedule.boundary_ranks(stage)) for stage in boundaries]
 
         return _cached(self.schedule, "_boundary_pairs", make)
 
@@ -297,20 +294,15 @@ class CutBounds:
         """Return the sums that the card of every host gives, in each direction."""
         schedule, cluster = self.schedule, self.request.cluster
         host_of = [cluster.node(self._device(rank)) for rank in range(schedule.ranks)]
-        messages: dict[tuple[int, str], dict[tuple[int, int], int]] = defaultdict(
-            lambda: defaultdict(int)
-        )
+        # By host and direction of its card: per size and boundary, the number of messages.
+        messages: dict[tuple[int, str], Counter[tuple[int, int]]] = defaultdict(Counter)
         for stage in range(schedule.stages - 1):
-            for number in range(schedule.slices):
-                low = host_of[schedule.placement[stage, number]]
-                high = host_of[schedule.placement[stage + 1, number]]
+            for number, (rank, next_rank) in enumerate(schedule.boundary_ranks(stage)):
+                low, high = host_of[rank], host_of[next_rank]
                 if low != high:
-                    place = self._size_index(number), stage
-                    # One message up, and one of the gradient back.
-                    for card in ((low, "sends"), (high, "receives")):
-                        messages[card][place] += 1
-                    for card in ((high, "sends"), (low, "receives")):
-                        messages[card][place] += 1
+                    # An activation up, and a gradient back: each card sends and receives one.
+                    for card in product((low, high), ("sends", "receives")):
+                        messages[card][self._size_index(number), stage] += 1
         rows = []
         for count_of_boundary in messages.values():
             row = self._zeros()

@@ -14,8 +14,6 @@ import numpy as np
 from penstock.errors import ScheduleError
 from penstock.partition.replicated import replicated_table
 from penstock.plan.plan import Option
-from penstock.profile.profile import PHASES
-from penstock.schedule.arrays import Array
 from penstock.schedule.catalogue import schedule
 from penstock.search.cut_search.cut_bounds import ROUNDING, all_cuts, lengths_of, stage_sums
 from penstock.search.cuts import layer_bytes
@@ -125,7 +123,7 @@ def _estimate(
     for stage, count in enumerate(replicas):
         devices = shape.devices[first : first + count]
         first += count
-        layer_s = np.max([_layer_seconds(request, rank, micro_batches) for rank in devices], axis=0)
+        layer_s = np.max([request.work_seconds(rank, micro_batches) for rank in devices], axis=0)
         stage_ends = ends[:, stage : stage + 2]
         stage_s[:, stage] = stage_sums(stage_ends, layer_s)[:, 0]
         # As in 1F1B, whose micro-batches in flight the replicas of a stage divide.
@@ -137,15 +135,6 @@ def _estimate(
     seconds[(memory_share > 1).any(axis=1)] *= RECOMPUTED
     best = int(np.argmin(seconds))
     return float(seconds[best]), micro_batches, lengths_of(ends[best])
-
-
-def _layer_seconds(request: PlanRequest, rank: int, micro_batches: int) -> Array:
-    """Return the seconds of forward and backward of every layer on a rank, split if that is
-    faster.
-    """
-    f, b, i, w = (request.mean_seconds(rank, phase, micro_batches) for phase in PHASES)
-    seconds: Array = f + np.minimum(b, i + w)
-    return seconds
 
 
 def uneven_configurations(
@@ -190,7 +179,7 @@ def _bound_s(
     # One rank of each kind is enough: all of a kind have the same seconds.
     of_kind = {id(request.profile_of(rank)): rank for rank in shape.devices}
     layer_s = np.min(
-        [_layer_seconds(request, rank, micro_batches) for rank in of_kind.values()], axis=0
+        [request.work_seconds(rank, micro_batches) for rank in of_kind.values()], axis=0
     )
     ends = all_cuts(len(request.profile), len(replicas))
     stage_s = stage_sums(ends, layer_s) / np.array(replicas)
@@ -202,8 +191,8 @@ def _bound_s(
 
 def _applies(request: PlanRequest) -> bool:
     """Return whether `uneven` proposes anything: not for devices of several kinds."""
-    ranks = range(request.cluster.ranks)
-    return _allows_replicas(request) and len({id(request.profile_of(rank)) for rank in ranks}) == 1
+    kinds = request.different_profiles(range(request.cluster.ranks))
+    return _allows_replicas(request) and len(kinds) == 1
 
 
 def _allows_replicas(request: PlanRequest) -> bool:

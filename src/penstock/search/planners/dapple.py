@@ -6,12 +6,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from itertools import accumulate
 from math import comb, prod
 
 from penstock.cluster.cluster import Cluster
 from penstock.errors import PlanError
 from penstock.plan.plan import Plan
+from penstock.schedule.replicas import start_up
 from penstock.search.best_plan import best_plan
 from penstock.search.catalogue import register
 from penstock.search.planners.dapple_places import Network
@@ -189,10 +189,4 @@ def warm_up_of_policy_b(replicas: Sequence[int]) -> tuple[int, ...]:
     >>> warm_up_of_policy_b((1, 1, 1, 1)), warm_up_of_policy_b((2, 2))
     ((7, 5, 3, 1), (6, 2))
     """
-    earlier_replicas = accumulate(replicas, initial=0)
-    # Not strict: `accumulate` with an initial value yields one number more.
-    forwards = [
-        count * (2 * ((sum(replicas) - 1 - earlier) // count) + 1)
-        for count, earlier in zip(replicas, earlier_replicas, strict=False)
-    ]
-    return tuple(accumulate(forwards, min))
+    return start_up(replicas, factor=2)

@@ -185,8 +185,9 @@ class _Search:
         """Add one more stage to the prefix, in all ways."""
         from penstock.search.planners_dapple.extend_kernel import StepNumbers, extend
 
-        depth = len(prefix.stages)
-        too_deep = self.task.stages is not None and depth + 2 > self.task.stages
+        # The new stage, and the rest as the last stage, complete a pipeline of this many.
+        stages = len(prefix.stages) + 2
+        too_deep = self.task.stages is not None and stages > self.task.stages
         if too_deep or self._cannot_improve(prefix):
             return
         number = len(self.prefixes)
@@ -195,25 +196,24 @@ class _Search:
         rows = np.zeros((3, len(prefix.rows) + 4))
         if prefix.rows:
             rows[:, : len(prefix.rows)] = np.array(prefix.rows).T
-        last = prefix.stages[-1][2] if prefix.stages else None
         # Before the new stage comes the transfer to it, unless it is the first.
-        at, crossing = len(prefix.rows) + (last is not None), float(self.sums[0, prefix.start])
-        is_allowed_depth = self.task.stages in (None, depth + 2)
+        is_first = not prefix.stages
+        new_row = len(prefix.rows) if is_first else len(prefix.rows) + 1
         for move in self._moves(prefix.used):
             step = self.moves[move]
-            table = self._table(step.used, depth + 1)
+            table = self._table(step.used, stages - 1)
             numbers = step.numbers
             numbers[StepNumbers.CUTOFF], numbers[StepNumbers.PREFIX] = self.cutoff_s, number
-            if last is not None:
-                latency, per_byte = self._transfer(last, step.place)
-                rows[:2, at - 1] = latency + per_byte * crossing
+            if not is_first:
+                rows[:2, new_row - 1] = self._transfer_s(prefix, step.place)
             best, rest_start = extend(
-                rows, at, prefix.start, step.sums, numbers, (table.values, table.origins)
+                rows, new_row, prefix.start, step.sums, numbers, (table.values, table.origins)
             )
-            if rest_start >= 0 and is_allowed_depth:
+            found = rest_start >= 0
+            if found and self.task.stages in (None, stages):
                 self.cutoff_s = min(self.cutoff_s, best)
-                if best < self.best_of.get(depth + 2, (np.inf,))[0]:
-                    self.best_of[depth + 2] = best, number, move, rest_start
+                if best < self.best_of.get(stages, (np.inf,))[0]:
+                    self.best_of[stages] = best, number, move, rest_start
 
     def _cannot_improve(self, prefix: _Prefix) -> bool:
         """Return whether no pipeline with these stages can be better than the cutoff.
@@ -228,11 +228,13 @@ class _Search:
         most = max(share, *(f + b for f, b, _ in prefix.rows))
         return (self.task.micro_batches - 1) * most + sum(prefix.rows[0][:2]) > self.cutoff_s
 
-    def _transfer(self, one: Place, other: Place) -> tuple[float, float]:
-        """Return the network's transfer between two places, cached."""
-        if (one, other) not in self.transfers:
-            self.transfers[one, other] = self.task.network.transfer(one, other)
-        return self.transfers[one, other]
+    def _transfer_s(self, prefix: _Prefix, place: Place) -> float:
+        """Return the seconds of the transfer from a prefix's last stage to the next one."""
+        places = prefix.stages[-1][2], place
+        if places not in self.transfers:
+            self.transfers[places] = self.task.network.transfer(*places)
+        latency, per_byte = self.transfers[places]
+        return latency + per_byte * float(self.sums[0, prefix.start])
 
     def _moves(self, used: Place) -> list[int]:
         """Return all ways to place a stage on unused devices so that at least one is left over, as
@@ -278,14 +280,13 @@ class _Search:
 
     def _after(self, prefix: _Prefix, move: _Move, stop: int) -> _Prefix:
         """Return the prefix with one more stage, which ends before layer `stop`."""
-        network, rows = self.task.network, list(prefix.rows)
+        rows = list(prefix.rows)
         if prefix.stages:
-            latency, per_byte = network.transfer(prefix.stages[-1][2], move.place)
-            seconds = latency + per_byte * float(self.sums[0, prefix.start])
+            seconds = self._transfer_s(prefix, move.place)
             rows.append((seconds, seconds, 0.0))
         stage_sums = self.replica_sums[sum(move.place) - 1]
         forward, backward = stage_sums[:, stop] - stage_sums[:, prefix.start]
-        latency, per_byte = network.all_reduce(move.place)
+        latency, per_byte = self.task.network.all_reduce(move.place)
         weights = float(self.sums[1, stop] - self.sums[1, prefix.start])
         rows.append((float(forward), float(backward), latency + per_byte * weights))
         return _Prefix(stop, move.used, (*prefix.stages, (prefix.start, stop, move.place)), rows)

@@ -71,16 +71,14 @@ def step_seconds(request: PlanRequest, ranks: int, micro_batches: int) -> float:
     those of the slowest link on the ring. Accumulating the gradients of each part but the first
     counts too.
     """
-    parameter_bytes = sum(layer.parameter_bytes for layer in request.profile)
+    parameter_bytes = request.profile.parameter_bytes
     parts = -(-micro_batches // ranks)
-    # Ranks of one kind share a profile object.
-    profiles = {id(profile): profile for profile in map(request.profile_of, range(ranks))}
     slowest = max(
         parts * sum(profile.step_seconds(request.batch / micro_batches))
         + parameter_bytes
         * (profile.update_s_per_byte + (parts - 1) * profile.accumulate_s_per_byte)
         + (profile.update_fixed_s if parameter_bytes else 0.0)
-        for profile in profiles.values()
+        for profile in request.different_profiles(range(ranks))
     )
     if ranks == 1:
         return slowest

@@ -144,14 +144,11 @@ def _proposal(request: PlanRequest, count: int, *, within_memory: bool) -> tuple
 
 def _rules(request: PlanRequest, most: int, *, within_memory: bool) -> Rules:
     """Return the limits on a cut of a single level."""
-    limit = None
-    if within_memory:
-        limit = least_memory(request)
     return Rules(
         straight=most == 1,
         most_replicas=most,
         stages=request.stages,
-        memory_bytes=limit,
+        memory_bytes=least_memory(request) if within_memory else None,
         stash=request.asynchronous,
         other_state_factor=request.state_per_parameter_byte - 1,
     )

@@ -143,43 +143,53 @@ def extend(
     Returns:
         The least latency, and the first layer of the rest; -1 if there is no pipeline.
     """
-    rounds, cutoff_s, devices, last = numbers[0] - 1, numbers[1], numbers[4], sums.shape[1] - 1
-    first = stages[0, 0] + stages[1, 0] if at else 0.0
-    best, where = 1e300, -1
-    most, forward, ending = 0.0, 0.0, 0.0
+    micro_batches, cutoff_s, devices = numbers[0], numbers[1], numbers[4]
+    origin = numbers[2], numbers[3]  # prefix and move
+    behind_s, behind_s_per_byte = numbers[5], numbers[6]
+    reduce_s, reduce_s_per_byte = numbers[7], numbers[8]
+    rest_reduce_s, rest_reduce_s_per_byte = numbers[9], numbers[10]
+    forward_sum, backward_sum, rest_forward_sum, rest_backward_sum = (
+        sums[0],
+        sums[1],
+        sums[2],
+        sums[3],
+    )
+    output_bytes, weight_sum, least_work_sum = sums[4], sums[5], sums[6]
+    forward, backward, reduce = stages[0], stages[1], stages[2]
+    rounds, last = micro_batches - 1, sums.shape[1] - 1
+    # Of the prefix: its slowest stage or transfer, its forward, and its backward with the syncs.
+    most, prefix_forward, prefix_ending = 0.0, 0.0, 0.0
     for s in range(at):
-        most = max(most, stages[0, s] + stages[1, s])
-        forward += stages[0, s]
-        ending = max(ending, stages[2, s]) + stages[1, s]
+        most = max(most, forward[s] + backward[s])
+        prefix_forward += forward[s]
+        prefix_ending = max(prefix_ending, reduce[s]) + backward[s]
+    best, where = 1e300, -1
     for stop in range(start + 1, last):
-        f, b = sums[0, stop] - sums[0, start], sums[1, stop] - sums[1, start]
-        share = (sums[6, last] - sums[6, stop]) / devices
-        if rounds * max(most, f + b) + (first if at else f + b) > cutoff_s:
+        f, b = forward_sum[stop] - forward_sum[start], backward_sum[stop] - backward_sum[start]
+        share = (least_work_sum[last] - least_work_sum[stop]) / devices
+        first = forward[0] + backward[0] if at else f + b
+        # Longer stages only take longer; the rest, divided evenly, takes less the later it starts.
+        if rounds * max(most, f + b) + first > cutoff_s:
             break
-        if rounds * share + first > cutoff_s:
+        if rounds * share + (first if at else 0.0) > cutoff_s:
             continue
-        stages[0, at], stages[1, at] = f, b
-        stages[2, at] = numbers[7] + (sums[5, stop] - sums[5, start]) * numbers[8]
-        hop = numbers[5] + sums[4, stop] * numbers[6]
-        stages[0, at + 1], stages[1, at + 1], stages[2, at + 1] = hop, hop, 0.0
-        stages[0, at + 2], stages[1, at + 2] = (
-            sums[2, last] - sums[2, stop],
-            sums[3, last] - sums[3, stop],
-        )
-        stages[2, at + 2] = numbers[9] + (sums[5, last] - sums[5, stop]) * numbers[10]
-        value = latency(stages[0], stages[1], stages[2], at + 3, rounds + 1)
+        # The new stage, the transfer behind it, and the rest as one stage.
+        forward[at], backward[at] = f, b
+        reduce[at] = reduce_s + (weight_sum[stop] - weight_sum[start]) * reduce_s_per_byte
+        hop = behind_s + output_bytes[stop] * behind_s_per_byte
+        forward[at + 1], backward[at + 1], reduce[at + 1] = hop, hop, 0.0
+        forward[at + 2] = rest_forward_sum[last] - rest_forward_sum[stop]
+        backward[at + 2] = rest_backward_sum[last] - rest_backward_sum[stop]
+        rest_bytes = weight_sum[last] - weight_sum[stop]
+        reduce[at + 2] = rest_reduce_s + rest_bytes * rest_reduce_s_per_byte
+        value = latency(forward, backward, reduce, at + 3, micro_batches)
         if value < best:
             best, where = value, stop
         # All pipelines of a state have the same rest, so that its contribution matters only where
         # it is slower than they are.
-        spread = (
-            rounds * max(most, f + b, 2 * hop, share)
-            + forward
-            + f
-            + max(ending, stages[2, at])
-            + b
-            + 2 * hop
-        )
-        insert(table[0], table[1], stop, 0, value, (numbers[2], numbers[3]))
-        insert(table[0], table[1], stop, 1, spread, (numbers[2], numbers[3]))
+        slowest = max(most, f + b, 2 * hop, share)
+        ending = max(prefix_ending, reduce[at])
+        spread = rounds * slowest + prefix_forward + f + ending + b + 2 * hop
+        insert(table[0], table[1], stop, 0, value, origin)
+        insert(table[0], table[1], stop, 1, spread, origin)
     return best, where

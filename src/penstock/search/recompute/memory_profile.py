@@ -5,7 +5,7 @@ fullest, and how many of them are being recomputed.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import final
+from typing import NamedTuple, final
 
 import numpy as np
 
@@ -16,6 +16,19 @@ from penstock.schedule.recompute import Recompute
 from penstock.simulate.costs import Costs
 from penstock.simulate.memory_curves import Changes
 from penstock.simulate.simulate import tables_of
+
+
+class Moment(NamedTuple):
+    """Numbers of micro-batches of every stage of a rank at one moment.
+
+    in_flight: of those in flight.
+    split: of those between their I and W.
+    recomputed: of those in a B.
+    """
+
+    in_flight: Array
+    split: Array
+    recomputed: Array
 
 
 @final
@@ -31,9 +44,7 @@ class MemoryProfile:
 
     Attributes:
         stages: the rank's stages.
-        in_flight: number of micro-batches in flight, shape (moments, stages).
-        split: number of those between their I and W.
-        recomputed: number of those in a B.
+        in_flight, split, recomputed: as in `Moment`, shape (moments, stages).
     """
 
     stages: tuple[int, ...]
@@ -55,6 +66,10 @@ class MemoryProfile:
             + self.recomputed @ recomputed
         )
         return total
+
+    def moment(self, row: int) -> Moment:
+        """Return the moment with this number."""
+        return Moment(self.in_flight[row], self.split[row], self.recomputed[row])
 
 
 def memory_profiles(schedule: Schedule) -> tuple[MemoryProfile, ...]:

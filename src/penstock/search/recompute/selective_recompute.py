@@ -15,11 +15,10 @@ from functools import cached_property
 import numpy as np
 
 from penstock.plan.segments import Selection
-from penstock.profile.profile import PHASES, Phase
 from penstock.schedule.arrays import Array
 from penstock.schedule.recompute import Recompute
 from penstock.search.instantiate import PlacedSchedule
-from penstock.search.recompute.memory_profile import MemoryProfile, memory_profiles
+from penstock.search.recompute.memory_profile import MemoryProfile, Moment, memory_profiles
 from penstock.search.recompute.min_time_recompute import (
     COARSE,
     Layers,
@@ -33,9 +32,6 @@ from penstock.simulate.stage_seconds import parts_of
 
 #: Maximum number of moments of a rank that are taken into account.
 ROUNDS = 4
-
-#: Per stage of a rank at one moment: micro-batches in flight, those between I and W, those in a B.
-Moment = tuple[Array, Array, Array]
 
 
 class Infeasible(Exception):  # an answer, not a failure
@@ -111,13 +107,9 @@ class _Group:
     @cached_property
     def seconds(self) -> list[float]:
         """Seconds of the forward of every layer of the model, on average over micro-batches."""
-        seconds: list[float] = self._mean_seconds("forward").tolist()
+        request, micro_batches = self.placed.request, self.placed.proposal.micro_batches
+        seconds: list[float] = request.mean_seconds(self.rank, "forward", micro_batches).tolist()
         return seconds
-
-    def _mean_seconds(self, phase: Phase) -> Array:
-        """Return the seconds of a phase of every layer of the model."""
-        micro_batches = self.placed.proposal.micro_batches
-        return self.placed.request.mean_seconds(self.rank, phase, micro_batches)
 
     def least_s(self) -> float:
         """Return a lower bound in seconds of any step in which these stages fit.
@@ -128,15 +120,14 @@ class _Group:
         schedule = self.placed.schedule
         if schedule.stream is not None:
             return 0.0
-        excess, (in_flight, *_) = self._fullest(self.full)
+        excess, moment = self._fullest()
         if excess <= 0:
             return 0.0
         best_rate = 0.0
-        for part, count in zip(self.parts, in_flight.tolist(), strict=True):
+        for part, count in zip(self.parts, moment.in_flight.tolist(), strict=True):
             for layer in range(part.start, part.stop):
                 best_rate = max(best_rate, self._bytes_freed_per_s(layer, count))
-        f, b, i, w = map(self._mean_seconds, PHASES)
-        layer_s = f + np.minimum(b, i + w)
+        layer_s = self.placed.request.work_seconds(self.rank, self.placed.proposal.micro_batches)
         work_s = float(sum(layer_s[part].sum() for part in self.parts))
         recompute_s = excess / best_rate if best_rate else np.inf
         return schedule.micro_batches / len(self.profiles) * (recompute_s + work_s)
@@ -152,25 +143,16 @@ class _Group:
 
     def segments(self, precision: Precision) -> list[tuple[int, int]]:
         """Return the segments to recompute; none where everything fits."""
-        parts, samples, sizes, full = self.parts, self.samples, self.sizes, self.full
-        if self._most_exceeded(full, full, np.zeros(len(parts))) is None:
+        excess, moment = self._fullest()
+        if excess <= 0:
             return []
-        _, moment = self._fullest(full)
         for _ in range(ROUNDS):
             segments, fits = self._min_time_segments(moment, precision)
-            selection = Selection.of_segments(segments, [part.start for part in parts])
-            stage_bytes = [sizes.stage_bytes(part.start, part.stop, selection) for part in parts]
-            saved = samples * np.array([saved for saved, _ in stage_bytes])
-            recomputed = samples * np.array([recomputed for _, recomputed in stage_bytes])
-            exceeded = self._most_exceeded(saved, full, recomputed)
-            if exceeded is None or not fits or len(parts) == 1:
+            exceeded = self._most_exceeded(segments)
+            if exceeded is None or not fits or len(self.parts) == 1:
                 break
             # The elementwise maximum covers both moments.
-            moment = (
-                np.maximum(moment[0], exceeded[0]),
-                np.maximum(moment[1], exceeded[1]),
-                np.maximum(moment[2], exceeded[2]),
-            )
+            moment = Moment(*map(np.maximum, moment, exceeded))
         return segments
 
     def _min_time_segments(
@@ -179,48 +161,62 @@ class _Group:
         """Return the segments that take the least time to recompute so that `moment` fits, and
         whether it then does. A single stage takes all its moments into account.
         """
-        parts, samples, sizes, full = self.parts, self.samples, self.sizes, self.full
-        places = [layer for part in parts for layer in range(part.start, part.stop)]
-        in_flight, split, recomputed = moment
-        counts = np.ones(1) if len(parts) == 1 else in_flight - split
-        part_lengths = [part.stop - part.start for part in parts]
-        weight = np.repeat(samples * counts, part_lengths)
-        firsts = np.cumsum([0, *part_lengths])[:-1]
+        is_single = len(self.parts) == 1
 
-        def all_in_flight(row: Sequence[float]) -> list[float]:
-            """Return bytes per layer of all micro-batches in flight, from bytes per sample."""
-            scaled: list[float] = (weight * [row[layer] for layer in places]).tolist()
+        def room(bounds: Array) -> Array:
+            """Return the bytes that may be saved under each bound on recomputed segments."""
+            return self._room_of_one_stage(bounds) if is_single else self._room_at(moment, bounds)
+
+        # `_room_of_one_stage` is per micro-batch, `_room_at` for those of which something is saved.
+        counts = np.ones(1) if is_single else moment.in_flight - moment.split
+        places = [layer for part in self.parts for layer in range(part.start, part.stop)]
+        segments, fits = min_time_recompute(self._layers(places, counts), room, precision)
+        return [(places[first], places[end - 1] + 1) for first, end in segments], fits
+
+    def _layers(self, places: Sequence[int], counts: Array) -> Layers:
+        """Return the layers of all stages.
+
+        Args:
+            places: their numbers in the model.
+            counts: per stage, the number of micro-batches whose bytes count.
+        """
+        part_lengths = [part.stop - part.start for part in self.parts]
+        samples = np.repeat(self.samples * counts, part_lengths)
+
+        def of_layers(bytes_per_sample: Sequence[float]) -> list[float]:
+            """Return the bytes per layer of all counted micro-batches."""
+            scaled: list[float] = (samples * [bytes_per_sample[layer] for layer in places]).tolist()
             return scaled
 
         def segment_bytes(first: int, end: int) -> float:
             """Return the bytes of a recomputed segment of one micro-batch."""
-            return samples * sizes.recomputed_bytes(places[first], places[end - 1] + 1)
+            return self.samples * self.sizes.recomputed_bytes(places[first], places[end - 1] + 1)
 
-        def room(bounds: Array) -> Array:
-            """Return the bytes that may be saved under each bound on recomputed segments."""
-            if len(parts) == 1:
-                return self._room_of_one_stage(bounds, full)
-            free: Array = min(self.free_bytes) - split @ full - recomputed.max(initial=0.0) * bounds
-            return free
-
-        layers = Layers(
+        return Layers(
             seconds=[self.seconds[layer] for layer in places],
-            saved=all_in_flight(sizes.saved),
-            entry=all_in_flight(sizes.entry),
-            inputs=all_in_flight(sizes.inputs),
+            saved=of_layers(self.sizes.saved),
+            entry=of_layers(self.sizes.entry),
+            inputs=of_layers(self.sizes.inputs),
             recompute_bytes=segment_bytes,
-            firsts=frozenset(firsts.tolist()),
+            firsts=frozenset(np.cumsum([0, *part_lengths])[:-1].tolist()),
         )
-        segments, fits = min_time_recompute(layers, room, precision)
-        return [(places[first], places[end - 1] + 1) for first, end in segments], fits
 
-    def _room_of_one_stage(self, bounds: Array, full: Array) -> Array:
+    def _room_at(self, moment: Moment, bounds: Array) -> Array:
+        """Return the bytes that may be saved at a moment, for bounds on recomputed segments."""
+        fixed_bytes = moment.split @ self.full
+        room: Array = (
+            min(self.free_bytes) - fixed_bytes - moment.recomputed.max(initial=0.0) * bounds
+        )
+        return room
+
+    def _room_of_one_stage(self, bounds: Array) -> Array:
         """Return the bytes that the single stage may save per micro-batch, for bounds on recomputed
         segments: the least of all moments.
         """
         least = np.full(len(bounds), np.inf)
         for profile, free in zip(self.profiles, self.free_bytes, strict=True):
-            remaining = free - profile.split * full - profile.recomputed * bounds[None, :]
+            # Shape (moments, bounds).
+            remaining = free - profile.split * self.full - profile.recomputed * bounds[None, :]
             count = profile.in_flight - profile.split
             # Where no micro-batch would save anything, the moment either fits or never will.
             room = np.where(
@@ -231,33 +227,36 @@ class _Group:
             least = np.minimum(least, room.min(axis=0, initial=np.inf))
         return least
 
-    def _fullest(self, full: Array) -> tuple[float, Moment]:
+    def _fullest(self) -> tuple[float, Moment]:
         """Return the bytes in excess at the fullest moment of all ranks if nothing is recomputed
         (negative if everything fits), and that moment.
         """
         worst, moment = -np.inf, None
         for profile, free in zip(self.profiles, self.free_bytes, strict=True):
-            total = profile.in_flight @ full
+            total = profile.in_flight @ self.full
             row = int(np.argmax(total))
             if moment is None or total[row] - free > worst:
-                worst, moment = float(total[row]) - free, _moment(profile, row)
+                worst, moment = float(total[row]) - free, profile.moment(row)
         assert moment is not None
         return worst, moment
 
-    def _most_exceeded(self, saved: Array, full: Array, recomputed: Array) -> Moment | None:
-        """Return the moment at which a rank exceeds its memory most; None if all fit."""
+    def _most_exceeded(self, segments: Sequence[tuple[int, int]]) -> Moment | None:
+        """Return the moment at which a rank exceeds its memory most if these segments are
+        recomputed; None if all fit.
+        """
+        selection = Selection.of_segments(segments, [part.start for part in self.parts])
+        stage_bytes = [
+            self.sizes.stage_bytes(part.start, part.stop, selection) for part in self.parts
+        ]
+        saved = self.samples * np.array([saved for saved, _ in stage_bytes])
+        recomputed = self.samples * np.array([recomputed for _, recomputed in stage_bytes])
         worst, moment = 0.0, None
         for profile, free in zip(self.profiles, self.free_bytes, strict=True):
-            total = profile.bytes(saved, full, recomputed)
+            total = profile.bytes(saved, self.full, recomputed)
             row = int(np.argmax(total))
             if total[row] - free > worst:
-                worst, moment = total[row] - free, _moment(profile, row)
+                worst, moment = total[row] - free, profile.moment(row)
         return moment
-
-
-def _moment(profile: MemoryProfile, row: int) -> Moment:
-    """Return the counts of one moment of a memory profile."""
-    return profile.in_flight[row], profile.split[row], profile.recomputed[row]
 
 
 def _groups(placed: PlacedSchedule) -> list[_Group] | None:

@@ -43,6 +43,11 @@ class Group(NamedTuple):
     micro_batches: int
 
     @property
+    def method(self) -> tuple[str, str]:
+        """Optimizer and rule."""
+        return self.optimizer, self.rule
+
+    @property
     def baseline(self) -> Group:
         """The group of flush with all else equal, to compare with.
 

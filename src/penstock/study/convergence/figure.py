@@ -153,8 +153,7 @@ def _curve_figure(results: Results, task: str, label: str, scale: Scale) -> Figu
         scale: of the x axis.
     """
     groups = [group for group in results.of_task(task) if scale(group) is not None]
-    # Here and below, `group[1:3]` are its optimizer and its rule.
-    panels = list(dict.fromkeys(group[1:3] for group in groups if group.rule != BASELINE))
+    panels = list(dict.fromkeys(group.method for group in groups if group.rule != BASELINE))
     if not panels:
         return None
     count = len(panels) + 1  # the last panel has the legend
@@ -167,7 +166,7 @@ def _curve_figure(results: Results, task: str, label: str, scale: Scale) -> Figu
     for axes, (optimizer, rule) in zip(grid, panels, strict=False):
         axes.set_title(rule_name(results, optimizer, rule), fontweight="bold", loc="left")
         for group in groups:
-            if group[1:3] != (optimizer, rule):
+            if group.method != (optimizer, rule):
                 continue
             colour, flush_scale = colours[group.stages], scale(results.fastest[group])
             if flush_scale is not None and group.baseline in results.groups:
@@ -290,7 +289,7 @@ def _final_figure(results: Results, task: str) -> Figure | None:
     """
     groups = results.of_task(task)
     depths = sorted({group.stages for group in groups})
-    rules = list(dict.fromkeys(group[1:3] for group in groups if group.rule != BASELINE))
+    rules = list(dict.fromkeys(group.method for group in groups if group.rule != BASELINE))
     if not rules:
         return None
     metric = study_task(task).metric
@@ -299,8 +298,8 @@ def _final_figure(results: Results, task: str) -> Figure | None:
     for axes, depth in zip(grid, depths, strict=True):
         axes.set_title(f"{depth} stages", loc="left", fontweight="bold")
         for group in groups:
-            if group.stages == depth and group[1:3] in rules:
-                _draw_runs(axes, results, group, rules.index(group[1:3]))
+            if group.stages == depth and group.method in rules:
+                _draw_runs(axes, results, group, rules.index(group.method))
         axes.set_xlabel(f"{metric.name},{metric.sign}" if metric.sign else metric.name)
     names = [rule_name(results, optimizer, rule) for optimizer, rule in rules]
     grid[0].set_yticks(range(len(rules)), names)

@@ -134,9 +134,9 @@ class Results:
 
     def _sentences_of_rules(self, groups: Sequence[Group], task: str) -> Iterator[str]:
         """Yield one sentence per optimizer and rule, with a clause per depth."""
-        for optimizer, rule in dict.fromkeys(group[1:3] for group in groups):
+        for optimizer, rule in dict.fromkeys(group.method for group in groups):
             conclusions = [
-                self.conclusions[group] for group in groups if group[1:3] == (optimizer, rule)
+                self.conclusions[group] for group in groups if group.method == (optimizer, rule)
             ]
             clauses = _depth_clauses(conclusions, study_task(task).metric)
             yield f"{rule} ({optimizer}): {'; '.join(clauses)}."
