@@ -1,0 +1,470 @@
+"""When a series of checkpoints saves, what the ranks agree on, and where it resumes: with stand-ins
+for the pipeline, the ranks and the files.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from penstock.errors import CheckpointDamaged, FileError, SettingError
+from penstock.runtime.state import checkpoints as module
+from penstock.runtime.state.checkpoints import Checkpoints, SeriesContext
+
+
+class Job:
+    """A save that is ready, and complete, when the test says so."""
+
+    def __init__(self, step, log):
+        self.step, self.log, self.ready, self.steps_left = step, log, True, 0
+
+    def advance(self):
+        """Take the next step of completing; whether it was the last."""
+        self.log.append(("advance", self.step))
+        self.steps_left -= 1
+        return self.steps_left < 0
+
+    def wait(self):
+        """Record that the save is complete."""
+        self.log.append(("complete", self.step))
+
+
+class Pipe:
+    """A pipeline of one process.
+
+    Args:
+        others: what the other ranks say at an agreement: end, save and ready of each.
+        ranks: those of this process.
+    """
+
+    def __init__(self, others=(), ranks=(0,)):
+        self.step, self._accumulated, self.log, self.jobs = 0, 0, [], []
+        self.others, self.targets, self.calls = list(others), [], []
+        self.from_rank_0 = None
+        self.parallelism = None
+        self._assembly = SimpleNamespace(parallelism=None)
+        self._world = SimpleNamespace(
+            local_ranks=ranks,
+            size=len(ranks) + len(self.others),
+            calls=SimpleNamespace(enter=self.calls.append),
+            gather=self.gather,
+            broadcast=self.broadcast,
+        )
+        self.damaged, self.attempts = set(), []
+
+    def gather(self, rows, forms):
+        """Return the rows of all ranks on rank 0."""
+        assert {form.shape for row in forms.values() for form in row} == {(3,)}
+        assert len(forms) == self._world.size
+        if 0 not in self._world.local_ranks:
+            return {}
+        more = {rank: [torch.tensor(row)] for rank, row in enumerate(self.others, len(rows))}
+        return {**rows, **more}
+
+    def broadcast(self, value, source, form):
+        """Return what rank 0 has."""
+        assert (source, form.shape) == (0, (5,))
+        return value if self.from_rank_0 is None else torch.tensor(self.from_rank_0)
+
+    def _begin_save(self, target):
+        self.targets.append(target)
+        self.log.append(("begin", self.step))
+        self.jobs.append(Job(self.step, self.log))
+        return self.jobs[-1]
+
+    def load(self, folder):
+        """Load a checkpoint, whose step is the number in its name."""
+        self.attempts.append(folder.name)
+        if folder.name in self.damaged:
+            raise CheckpointDamaged(f"{folder.name} is damaged")
+        self.step = int(folder.name[-1])
+
+
+class FakeClock:
+    """A clock that the test sets."""
+
+    def __init__(self):
+        self.now_s = 1000.0
+
+    def monotonic(self):
+        """Return the time."""
+        return self.now_s
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The clock of the series."""
+    fake = FakeClock()
+    monkeypatch.setattr(module, "time", fake)
+    return fake
+
+
+def run(checkpoints, pipe, steps):
+    """Train for some steps; return those at which the run had to end."""
+    ends = []
+    for _ in range(steps):
+        pipe.step += 1
+        if checkpoints.step(pipe):
+            ends.append(pipe.step)
+    return ends
+
+
+def save_steps(pipe):
+    """Return the steps at which a save has begun."""
+    return [step for name, step in pipe.log if name == "begin"]
+
+
+@pytest.mark.parametrize("keep", [0, -1, True, 1.5, "3", None])
+def test_at_least_one_checkpoint_is_kept(tmp_path, keep):
+    """Without any, the newest one would be removed as soon as it is complete."""
+    with pytest.raises(SettingError, match=r"keep is a number of checkpoints, 1 or more, not "):
+        Checkpoints(tmp_path, keep=keep)
+    Checkpoints(tmp_path, keep=1)
+
+
+@pytest.mark.parametrize(
+    ("every", "steps"), [(1, [1, 2, 3, 4, 5, 6, 7]), (3, [3, 6]), (9, []), (None, [])]
+)
+def test_steps_of_the_interval_are_saved_and_the_last_one_at_the_end(tmp_path, every, steps):
+    """Each is complete before the next begins; the program hears of each once."""
+    pipe, saved = Pipe(), []
+    context = SeriesContext(
+        on_saved=lambda step, folder: saved.append((step, folder, checkpoints.saved_step)),
+        logs=[tmp_path / "log"],
+    )
+    checkpoints = Checkpoints(tmp_path, every=every, context=context)
+    assert run(checkpoints, pipe, 7) == []
+    assert save_steps(pipe) == steps
+    checkpoints.finish(pipe)
+    checkpoints.finish(pipe)
+    expected = [*steps, *[7] * (7 not in steps)]
+    assert save_steps(pipe) == expected
+    assert saved == [(step, checkpoints.path(step), step) for step in expected]
+    assert checkpoints.saved_step == 7
+    order = [step for name, step in pipe.log if name != "advance"]
+    assert order == sorted(order)
+    for target, step in zip(pipe.targets, expected, strict=True):
+        assert target.folder == module.partial_folder(tmp_path, step)
+        assert target.publication.folder == tmp_path
+        assert (target.nonfinite, target.score) == (False, None)
+
+
+def test_what_is_due_waits_for_the_step_that_uses_the_gradients(tmp_path):
+    """A checkpoint does not hold any; this is also true of the end of a run."""
+    pipe = Pipe()
+    checkpoints = Checkpoints(tmp_path, every=2)
+    pipe._accumulated = 1
+    assert run(checkpoints, pipe, 2) == []
+    assert save_steps(pipe) == []
+    pipe._accumulated = 0
+    assert run(checkpoints, pipe, 2) == []
+    assert save_steps(pipe) == [3, 4]
+    pipe._accumulated, checkpoints._signals.end, checkpoints._countdown = 2, True, 1
+    assert run(checkpoints, pipe, 1) == []
+    assert checkpoints.ended
+    pipe._accumulated = 0
+    assert run(checkpoints, pipe, 1) == [6]
+    assert save_steps(pipe) == [3, 4, 6]
+    assert checkpoints.saved_step == 6
+
+
+def test_a_step_with_a_score_is_saved_again(tmp_path):
+    """The score is known only after the step was saved; without one, nothing has changed."""
+    pipe = Pipe()
+    checkpoints = Checkpoints(tmp_path, every=1)
+    run(checkpoints, pipe, 1)
+    checkpoints.save(pipe)
+    checkpoints.save(pipe, score=0.0)
+    checkpoints.save(pipe)
+    assert save_steps(pipe) == [1, 1]
+    assert [target.score for target in pipe.targets] == [None, 0.0]
+
+
+@pytest.mark.parametrize("stop_when", [False, True])
+def test_a_run_ends_at_a_signal_or_on_request_with_its_step_saved(tmp_path, stop_when):
+    """The request to end stays, whatever the ranks say later."""
+    pipe = Pipe()
+    questions = []
+    context = SeriesContext(stop_when=lambda: questions.append(pipe.step) or (stop_when and True))
+    checkpoints = Checkpoints(tmp_path, context=context)
+    checkpoints._signals.end = not stop_when
+    assert run(checkpoints, pipe, 1) == [1]
+    assert pipe.log == [("begin", 1), ("complete", 1)]
+    assert (checkpoints.ended, checkpoints.saved_step) == (True, 1)
+    assert questions == ([1] if stop_when else [])
+    checkpoints._signals.end, checkpoints._countdown = False, 99
+    assert run(checkpoints, pipe, 1) == [2]
+
+
+def test_a_signal_to_save_is_obeyed_once(tmp_path):
+    """And training goes on; a second signal is another request."""
+    pipe = Pipe()
+    checkpoints = Checkpoints(tmp_path)
+    for _ in range(2):
+        checkpoints._signals.save, checkpoints._countdown = True, 1
+        assert run(checkpoints, pipe, 1) == []
+        checkpoints._countdown = 1
+        run(checkpoints, pipe, 1)
+    assert save_steps(pipe) == [1, 3]
+    assert not checkpoints._signals.save
+
+
+@pytest.mark.parametrize("ranks", [(0,), (1,), (0, 1)])
+@pytest.mark.parametrize(
+    ("others", "expected"),
+    [
+        ([], "none"),
+        ([(0, 0, 1)], "none"),
+        ([(0, 0, 1), (1, 0, 1)], "end"),
+        ([(0, 1, 1), (0, 0, 1)], "save"),
+    ],
+)
+def test_a_signal_to_any_rank_counts_for_all(tmp_path, others, expected, ranks):
+    """A scheduler may send it to one host alone; ranks other than 0 do as rank 0 says."""
+    pipe = Pipe(others, ranks)
+    if 0 not in ranks:
+        ended, save = expected == "end", expected == "save"
+        pipe.from_rank_0 = [int(ended), int(save), 1, 0, 4]
+    checkpoints = Checkpoints(tmp_path)
+    assert run(checkpoints, pipe, 1) == ([1] if expected == "end" else [])
+    assert save_steps(pipe) == ([] if expected == "none" else [1])
+    assert checkpoints.ended == (expected == "end")
+    assert pipe.calls == ["Checkpoints.step"]
+    if 0 not in ranks:
+        assert checkpoints._countdown == 4
+
+
+def test_a_save_is_completed_while_training_goes_on_when_it_is_ready_on_all_ranks(tmp_path):
+    """In steps that all ranks take together: completing takes messages."""
+    pipe = Pipe([(0, 0, 0)])
+    saved = []
+    context = SeriesContext(on_saved=lambda step, folder: saved.append(step))
+    checkpoints = Checkpoints(tmp_path, every=4, context=context)
+    run(checkpoints, pipe, 4)
+    (job,) = pipe.jobs
+    job.steps_left = 1
+
+    def agree():
+        checkpoints._countdown = 1
+        run(checkpoints, pipe, 1)
+        return [name for name, _ in pipe.log].count("advance")
+
+    assert agree() == 0, "another rank still writes"
+    pipe.others, job.ready = [(0, 0, 1)], False
+    assert agree() == 0, "this rank still writes"
+    job.ready = True
+    assert (agree(), saved) == (1, [])
+    pipe.step, checkpoints._seen_step = 4, 4  # no further save becomes due meanwhile
+    assert (agree(), saved, checkpoints.saved_step) == (2, [4], 4)
+    assert agree() == 2
+
+
+@pytest.mark.parametrize(
+    ("step_s", "countdown"), [(0.1, 5), (0.024, 21), (1e-9, 1000), (0.5, 1), (60.0, 1)]
+)
+def test_ranks_agree_about_twice_a_second(tmp_path, clock, step_s, countdown):
+    """An agreement costs a message; steps are as long as they have been since the last one."""
+    pipe = Pipe()
+    checkpoints = Checkpoints(tmp_path)
+    intervals = []
+    for _ in range(3):
+        steps = 0
+        while len(pipe.calls) == len(intervals):
+            clock.now_s += step_s
+            steps += 1
+            run(checkpoints, pipe, 1)
+        intervals.append(steps)
+    assert intervals == [1, countdown, countdown]
+
+
+def test_a_time_between_checkpoints_counts_from_the_last_one(tmp_path, clock):
+    """Of rank 0, whichever step it is then; a save for another reason begins the time anew."""
+    pipe = Pipe()
+    checkpoints = Checkpoints(tmp_path, every="1min")
+    for second in range(1, 200):
+        clock.now_s += 1.0
+        run(checkpoints, pipe, 1)
+        if second == 90:
+            checkpoints.save(pipe)
+    assert save_steps(pipe) == [60, 90, 150]
+
+
+def test_layers_that_processes_share_have_no_series(tmp_path):
+    """Copies in "dp" alone are fine: each pipeline of them is a whole one."""
+    checkpoints, pipe = Checkpoints(tmp_path), Pipe()
+    for width in (2, 1):
+        mesh = SimpleNamespace(width=width)
+        pipe._assembly.parallelism = SimpleNamespace(mesh=mesh)
+        if width == 2:
+            for call in (checkpoints.resume, checkpoints.save, checkpoints.finish):
+                with pytest.raises(SettingError, match=r"call pipe\.save and pipe\.load"):
+                    call(pipe)
+            assert pipe.log == pipe.attempts == []
+        else:
+            checkpoints.save(pipe)
+            assert save_steps(pipe) == [0]
+
+
+# -- resuming
+# ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def series(monkeypatch, tmp_path):
+    """Let checkpoints be there by name: `folders` of the series, whole if they are in `whole`."""
+    files = SimpleNamespace(folders=[], lines=[], queries=[], aside=[])
+
+    def whole_checkpoints(candidates, say):
+        files.queries.append([folder.name for folder in candidates])
+        for line in files.lines:
+            say(line)
+        return [SimpleNamespace(step=int(folder.name[-1]), folder=folder) for folder in candidates]
+
+    monkeypatch.setattr(module, "whole_checkpoints", whole_checkpoints)
+    monkeypatch.setattr(
+        module, "step_folders", lambda root: [root / name for name in files.folders]
+    )
+    monkeypatch.setattr(module, "set_aside", lambda root, step: files.aside.append((root, step)))
+    return files
+
+
+def test_the_newest_whole_checkpoint_is_loaded(series, tmp_path):
+    """Steps that follow it count from there, and later ones are set aside."""
+    series.folders = ["step-2", "step-8", "step-5"]
+    messages = []
+    checkpoints = Checkpoints(tmp_path, every=4, say=messages.append)
+    pipe = Pipe()
+    assert checkpoints.resume(pipe) == 8
+    assert pipe.attempts == ["step-8"]
+    assert (checkpoints.saved_step, messages) == (8, [])
+    assert series.aside == [(tmp_path, 8)]
+    assert run(checkpoints, pipe, 4) == []
+    assert save_steps(pipe) == [12]
+    checkpoints.finish(pipe)
+    assert save_steps(pipe) == [12]
+
+
+def test_damaged_checkpoints_are_skipped_with_a_message_of_rank_0(series, tmp_path):
+    """The next older one is taken."""
+    series.folders = ["step-2", "step-8", "step-5"]
+    for ranks in ((0, 1), (1, 2)):
+        series.aside.clear()
+        messages = []
+        checkpoints = Checkpoints(tmp_path, say=messages.append)
+        pipe = Pipe(ranks=ranks)
+        pipe.damaged = {"step-8", "step-5"}
+        assert checkpoints.resume(pipe) == 2
+        assert pipe.attempts == ["step-8", "step-5", "step-2"]
+        is_first = 0 in ranks
+        assert messages == [
+            f"skipping the checkpoint {tmp_path / name}: {name} is damaged"
+            for name in ("step-8", "step-5")
+            if is_first
+        ]
+        assert series.aside == [(tmp_path, 2)] * is_first
+
+
+def test_a_series_without_any_whole_checkpoint_is_no_new_run(series, tmp_path):
+    """It would overwrite what may be repaired; an empty folder begins one."""
+    pipe = Pipe()
+    assert Checkpoints(tmp_path).resume(pipe) is None
+    series.folders = ["step-2"]
+    pipe.damaged = {"step-2"}
+    with pytest.raises(CheckpointDamaged, match=r"has no whole checkpoint: step-2 is damaged"):
+        Checkpoints(tmp_path, say=lambda line: None).resume(pipe)
+    series.folders, series.lines = [], ["step-9 has no index"]
+    messages = []
+    with pytest.raises(CheckpointDamaged, match=r"has no whole checkpoint: step-9 has no index"):
+        Checkpoints(tmp_path, say=messages.append).resume(pipe)
+    assert messages == ["step-9 has no index"]
+    assert series.aside == []
+
+
+def test_single_checkpoints_and_memory_are_candidates_if_they_are_there(series, tmp_path):
+    """Of one step the first by name is tried, so that all ranks try one order."""
+    for name in ("earlier-3", "memory-6"):
+        (tmp_path / name).mkdir()
+    series.folders = ["step-3", "step-1"]
+    context = SeriesContext(
+        earlier=[tmp_path / "earlier-3", tmp_path / "gone-9"], memory=tmp_path / "memory-6"
+    )
+    checkpoints = Checkpoints(tmp_path, context=context)
+    pipe = Pipe()
+    assert checkpoints.memory == tmp_path / "memory-6"
+    assert checkpoints.resume(pipe) == 6
+    assert series.queries == [["step-3", "step-1", "earlier-3", "memory-6"]]
+    # What is in memory does not count as saved.
+    assert checkpoints.saved_step == 3
+    checkpoints.finish(pipe)
+    assert save_steps(pipe) == [6]
+    pipe.damaged = {"memory-6", "earlier-3"}
+    pipe.attempts.clear()
+    checkpoints = Checkpoints(tmp_path, context=context, say=lambda line: None)
+    assert checkpoints.resume(pipe) == 3
+    assert pipe.attempts == ["memory-6", "earlier-3", "step-3"]
+    alone = Checkpoints(tmp_path, context=SeriesContext(memory=tmp_path / "memory-6"))
+    series.folders, pipe.damaged = [], set()
+    assert alone.resume(pipe) == 6
+    assert alone.saved_step is None
+    alone.finish(pipe)
+    assert save_steps(pipe) == [6, 6]
+
+
+def test_ranks_try_the_checkpoints_that_any_of_them_sees(series, tmp_path, monkeypatch):
+    """Hosts have disks of their own; an error of one rank stops all."""
+    series.folders = ["step-2"]
+    rows = [SimpleNamespace(value=[[7, str(tmp_path / "step-7")], [2, str(tmp_path / "step-2")]])]
+    checked = []
+    monkeypatch.setattr(module, "exchange", lambda world, local: [*local.values(), *rows])
+    monkeypatch.setattr(
+        module, "check_reports", lambda rows, text: checked.append((len(rows), text))
+    )
+    messages = []
+    pipe = Pipe([(0, 0, 1)], ranks=(1,))
+    series.lines = ["a line"]
+    assert Checkpoints(tmp_path, say=messages.append).resume(pipe) == 7
+    assert checked == [(2, "nothing was loaded on any rank")]
+    assert messages == [], "only rank 0 speaks"
+    pipe.damaged = {"step-7"}
+    pipe.attempts.clear()
+    assert Checkpoints(tmp_path).resume(pipe) == 2
+    assert pipe.attempts == ["step-7", "step-2"]
+
+
+def test_the_folder_is_locked_from_resuming_to_the_end_of_the_block(tmp_path):
+    """By rank 0, also if the run fails; a series without a block locks nothing."""
+    folder = tmp_path / "runs" / "a"
+    Checkpoints(folder).resume(Pipe())
+    assert not folder.exists()
+    with Checkpoints(folder) as first:
+        first.resume(Pipe())
+        first.resume(Pipe())
+        with Checkpoints(folder) as second, pytest.raises(FileError, match="another run"):
+            second.resume(Pipe())
+        with Checkpoints(folder) as other_rank:
+            other_rank.resume(Pipe(ranks=(1,)))
+    third = Checkpoints(folder).__enter__()
+    third.resume(Pipe())
+    third.__exit__(ValueError, ValueError("planted"), None)
+    with Checkpoints(folder) as fourth:
+        fourth.resume(Pipe())
+    fourth.resume(Pipe())
+    with Checkpoints(folder) as fifth:
+        fifth.resume(Pipe())
+
+
+def test_the_newest_step_is_told_to_what_watches_for_lost_ranks(tmp_path, monkeypatch):
+    """The message on a lost rank says from where the run can continue."""
+    watch = SimpleNamespace(checkpoint_step=None)
+    monkeypatch.setattr(module, "heartbeats", lambda: watch)
+    pipe = Pipe()
+    checkpoints = Checkpoints(tmp_path)
+    run(checkpoints, pipe, 3)
+    checkpoints.save(pipe)
+    assert watch.checkpoint_step is None, "it is still being written"
+    checkpoints.save(pipe, wait=True)
+    assert watch.checkpoint_step == 3
+    assert checkpoints.path(3) == Path(tmp_path) / module.step_folder(tmp_path, 3).name
