@@ -317,3 +317,85 @@ def test_norms_are_added_in_the_order_of_the_stages_whatever_ranks_have_them(mon
     )
     pipe.train_batch(torch.ones(2, 2), torch.ones(2, 2))
     assert added == [[1, 4, 2, 3]]
+
+
+def test_norms_are_those_of_the_parameters_that_are_trained_now():
+    """After a freeze or thaw the messages have other lengths, on all ranks at once."""
+    run = Run(HOLDERS, GRADIENTS, clip_grad_norm=1e9)
+    expected = [global_norm(2.0)]
+    assert [norm.item() for norm, _ in run.run()] == pytest.approx(expected * 3)
+    for epoch, change in enumerate((7.0, None, 9.0), 1):
+        run.step.epoch = epoch
+        for stage in run.assembly.stages:
+            if stage.index != 1:
+                continue
+            if change is None:
+                stage.update.parameters = stage.update.parameters[:1]
+                continue
+            parameter = nn.Parameter(torch.zeros(1))
+            parameter.grad = torch.tensor([change])
+            stage.update.parameters = [*stage.update.parameters[:1], parameter]
+        square = global_norm(2.0) ** 2 + (change or 0.0) ** 2
+        for _ in range(2):
+            norms = [norm.item() for norm, _ in run.run()]
+            assert norms == pytest.approx([square**0.5] * 3)
+
+
+@pytest.mark.parametrize("parallel", [(), (1, 2, 3)])
+def test_norms_of_a_stage_are_computed_once_and_by_all_processes_that_share_it(
+    parallel, monkeypatch
+):
+    """Also on a rank that is not its home: a collective operation takes all of them."""
+    run = Run(HOLDERS, GRADIENTS, clip_grad_norm=1.0)
+    index_of = {id(stage.update.parameters): stage.index for stage in run.assembly.stages}
+    stages = {rank: [] for rank in range(3)}
+    norms_of = global_step.norms_of
+    rank_of = {
+        id(stage.update.parameters): rank
+        for rank, interpreter in run.assembly.interpreters.items()
+        for stage in interpreter.stages.values()
+    }
+
+    def recorded_norms_of(parameters, device, norm_type):
+        stages[rank_of[id(parameters)]].append(index_of[id(parameters)])
+        return norms_of(parameters, device, norm_type)
+
+    monkeypatch.setattr(global_step, "norms_of", recorded_norms_of)
+    group = SimpleNamespace(
+        sum_over_tensor_ranks=lambda nonfinite: None, share_over_tensor_ranks=lambda total: total
+    )
+    for interpreter in run.assembly.interpreters.values():
+        interpreter.parallel = {index: group for index in interpreter.stages if index in parallel}
+    assert [norm.item() for norm, _ in run.run()] == pytest.approx([global_norm(2.0)] * 3)
+    homes = {0: [0], 1: [1], 2: [2, 3]}
+    shared = {0: [0, 3], 1: [1], 2: [1, 2, 3]}
+    assert {rank: sorted(row) for rank, row in stages.items()} == (shared if parallel else homes)
+
+
+class DeviceRow:
+    """Norms on a device, whose values the host does not read."""
+
+    device = SimpleNamespace(type="cuda")
+
+    def __init__(self, name="norms"):
+        self.name = name
+
+    def __lt__(self, other):
+        return DeviceRow(f"{self.name} < {other}")
+
+    def __invert__(self):
+        return DeviceRow(f"not {self.name}")
+
+    def __getitem__(self, mask):
+        return f"{self.name}[{mask.name}]"
+
+    def masked_fill(self, mask, value):
+        """Return what is filled."""
+        return f"{self.name} with {value} where {mask.name}"
+
+
+def test_padding_on_a_device_becomes_0_where_that_leaves_the_norm_as_it_is():
+    """Exponents of 0 and below count entries: there the padding has to go."""
+    assert _without_padding(DeviceRow(), 2.0) == "norms with 0.0 where norms < 0"
+    for norm_type in (0.0, -1.0):
+        assert _without_padding(DeviceRow(), norm_type) == "norms[not norms < 0]"

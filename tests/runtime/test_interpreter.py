@@ -568,6 +568,7 @@ def test_a_link_that_breaks_names_the_peer(method, error):
     ranks = Ranks(PAIR)
     ranks.board.fail("rank 1 ran away")
     interpreter = ranks.interpreters[0]
+    interpreter._waits_since = -1e9  # an earlier wait
     links = {"send": ignore, "post": ignore, method: failing(error)}
     interpreter.transport = SimpleNamespace(**links)
     kind = PeerFailed if isinstance(error, TransportLost) else DeadlineExceeded
@@ -576,6 +577,8 @@ def test_a_link_that_breaks_names_the_peer(method, error):
     assert (e.value.rank, e.value.waited_for) == (0, "rank 1")
     if kind is PeerFailed:
         assert e.value.reason == "rank 1 ran away"
+    else:
+        assert 0 <= e.value.seconds < 30
 
 
 @pytest.mark.parametrize("text", ["gloo/transport: Connection closed by peer", "bad shape"])
@@ -750,3 +753,38 @@ def test_ops_of_a_device_are_timed_by_its_own_clock():
     assert clock.begun == 1
     assert list(interpreter.marks.values()) == [(n, n + 1) for n in range(1, 11, 2)]
     assert interpreter.seconds([Op.parse("0F1")]) == [(0.3, 0.4)]
+
+
+def test_of_shared_layers_only_the_parts_of_this_process_count_as_memory():
+    """Weights and gradients; the whole layers are on no process."""
+    ranks = Ranks("0F0 0B0")
+    interpreter = ranks.interpreters[0]
+    stage = interpreter.stages[0]
+    part = SimpleNamespace(elem=torch.zeros(3), nbytes=4 * 12)
+    stage.tensors = lambda: [part]
+    stage.update.parameters, stage.update.borrowed = [part], [part]
+    assert interpreter.peak_bytes({}) == 4 * (3 + 3)
+
+
+def test_an_op_of_a_stream_without_memory_counts_the_versions_of_its_weights():
+    """They are what a stream holds beside a synchronous schedule."""
+    interpreter, _, _ = interpreter_of("0F0 0B0")
+    interpreter.stages[0].forward = failing(MemoryError())
+    rule = SimpleNamespace(before_forward=ignore, held_bytes=lambda: 2048, more_optimizers=list)
+    batches = BatchesInFlight(1)
+    batches.add(2, batch(1, step=2))
+    context = RunContext(batches, weights={0: rule})
+    with pytest.raises(OutOfMemory, match="0F2 of step 2") as e:
+        interpreter.run_actions([Op.parse("0F2")], context)
+    assert e.value.held_bytes == 2048
+
+
+def test_layers_that_processes_share_end_only_after_a_whole_program():
+    """A program that fails leaves what its collectives still read."""
+    interpreter, program, log = interpreter_of("0F0 0B0")
+    interpreter.parallel = {0: Recorder(log, "parallel", begin=None, reduce=None, end=None)}
+    interpreter.stages[0].backward = failing(Fails("once"))
+    with pytest.raises(StageFailed):
+        interpreter.play(program, batch(1))
+    names = [entry[0] for entry in log]
+    assert names == ["parallel.begin", "F", "forget"]

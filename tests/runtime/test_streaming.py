@@ -369,3 +369,61 @@ def test_all_times_of_the_window_are_there_after_every_batch(balance):
         for rank, ops in pipe._stream.window().items():
             marks = pipe._assembly.interpreters[rank].marks
             assert all(op in marks for _, op in ops), rank
+
+
+def test_emptying_a_stream_drops_the_losses_that_have_not_come(monkeypatch):
+    """Those of a failed batch would be taken for the losses of the batches after it."""
+    pipe = pipeline()
+    stream = stream_of(pipe)
+    calls = []
+    monkeypatch.setattr(stream._losses, "clear", lambda: calls.append("losses"))
+    monkeypatch.setattr(Interpreter, "forget", lambda self: calls.append(self.rank))
+    feed_one(pipe)
+    stream.empty()
+    assert sorted(calls, key=str) == [0, 1, 2, "losses"]
+    assert stream._drained
+    assert not stream.ready
+
+
+@pytest.mark.parametrize("part", ["feed", "flush"])
+def test_a_stream_that_fails_anywhere_is_over_until_it_is_emptied(part, monkeypatch):
+    """Its stages have had different updates."""
+    pipe = pipeline()
+    stream = stream_of(pipe)
+    feed_one(pipe)
+
+    def fail(job):
+        raise RuntimeError("planted")
+
+    run = stream.world.run
+    monkeypatch.setattr(stream.world, "run", fail)
+    with pytest.raises(RuntimeError, match="planted"):
+        feed_one(pipe) if part == "feed" else stream.flush()
+    monkeypatch.setattr(stream.world, "run", run)
+    for call in (stream.flush, lambda: stream.feed(None)):
+        with pytest.raises(RunError, match="cannot go on after a batch that failed"):
+            call()
+    stream.empty()
+    stream.weights.restart()
+    assert len(list(pipe.train(batches(4)))) == 4
+    assert pipe.timeline().ranks == 3
+
+
+def test_a_flush_brings_every_stage_to_its_newest_version_and_copies_to_one():
+    """First the versions of a rank, then the average over copies, then its sends."""
+    pipe = pipeline("hetpipe")
+    feed_one(pipe)
+    stream = pipe._stream
+    log = []
+    for rank, by_stage in stream.weights.by_rank.items():
+        for weights in by_stage.values():
+            weights.drain = lambda rank=rank: log.append((rank, "drain"))
+        for group in stream.assembly.wave_replicas[rank].values():
+            group.share_weights = lambda rank=rank: log.append((rank, "share"))
+        interpreter = stream.interpreters[rank]
+        interpreter.finish = lambda rank=rank: log.append((rank, "finish"))
+    stream.flush()
+    for rank in stream.interpreters:
+        stages = len(stream.interpreters[rank].stages)
+        names = [name for other, name in log if other == rank]
+        assert names == ["drain"] * stages + ["share"] * stages + ["finish"]
