@@ -1,12 +1,8 @@
-"""What a pipeline computes over a series of calls, against plain PyTorch, and what calls all ranks
-make alike.
-"""
+"""What a pipeline computes over a series of calls, against plain PyTorch."""
 
 from __future__ import annotations
 
 import random
-from contextlib import suppress
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -222,102 +218,3 @@ def test_names_that_a_state_lacks_or_has_in_excess_are_returned_or_refused():
     assert (list(missing), list(unexpected)) == (["2.bias"], ["surplus"])
     assert torch.equal(pipe.state_dict()["0.bias"], other["0.bias"])
     assert not torch.equal(pipe.state_dict()["2.bias"], bias)
-
-
-# -- what every rank does alike
-# ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
-def test_every_call_of_all_ranks_is_announced_under_its_name(schedule, tmp_path):
-    """Ranks in processes compare these names, so that a call that one of them leaves out is an
-    error and not a rank that waits.
-    """
-    pipe = threads(plain_layers(), [2, 1], schedule=schedule, micro_batches=1)
-    x, y = data(0)
-    pipe.train_batch(x, y)
-    log = []
-    calls = pipe._world.calls
-    calls.enter = log.append
-    calls.begin = lambda batch, x, y, call: log.append(call) or batch
-    calls.check_loader = lambda loader: log.append(("loader", loader))
-    streams = schedule == "pipedream"
-    average, batches, state = pipe.ema(), [(x, y), (x, y)], plain_layers().state_dict()
-    for expected, call in (
-        (["train_batch", *["flush"] * streams], lambda: pipe.train_batch(x, y)),
-        (["update"], pipe.update),
-        (["zero_grad"], pipe.zero_grad),
-        (["flush"], pipe.flush),
-        (["eval_batch"], lambda: pipe.eval_batch(x, y)),
-        (["forward"], lambda: pipe.forward(x)),
-        (["compare_with_one_device"], lambda: pipe.compare_with_one_device(x, y)),
-        (["state_dict"], pipe.state_dict),
-        (["model_state"], pipe.model_state),
-        (["load_into"], lambda: pipe.load_into(plain_layers())),
-        (["load_state_dict"], lambda: pipe.load_state_dict(state)),
-        (["save"], lambda: pipe.save(tmp_path / schedule)),
-        (["load"], lambda: pipe.load(tmp_path / schedule)),
-        (["timeline"], pipe.timeline),
-        (["scheduler"], lambda: pipe.scheduler(lambda o: torch.optim.lr_scheduler.StepLR(o, 1))),
-        (["ema.update"], average.update),
-        (
-            [("loader", batches), "train_batch", "train_batch", "the end of train()", "flush"],
-            lambda: list(pipe.train(batches)),
-        ),
-    ):
-        log.clear()
-        call()
-        assert log == expected
-    if not streams:
-        log.clear()
-        pipe.train_batch(x, y, update=False)
-        assert log == ["train_batch without an update"]
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
-def test_calls_that_change_weights_mark_the_users_model_as_stale(schedule, tmp_path):
-    """Before they change any, since a failure may come in between."""
-    pipe = threads(plain_layers(), [2, 1], schedule=schedule, micro_batches=1)
-    marks = []
-    pipe._guard = SimpleNamespace(mark=lambda: marks.append(pipe.step), stale=True)
-    x, y = data(0)
-    pipe.train_batch(x, y)
-    pipe.save(tmp_path)
-    for changes, call in (
-        (True, lambda: pipe.train_batch(x, y)),
-        (True, lambda: list(pipe.train([(x, y)]))),
-        (True, lambda: pipe.load_state_dict(pipe.state_dict())),
-        (True, lambda: pipe.load(tmp_path)),
-        (True, lambda: pipe.load(tmp_path / "nowhere")),
-        (False, lambda: pipe.eval_batch(x, y)),
-        (False, lambda: pipe.forward(x)),
-        (False, pipe.state_dict),
-        (False, pipe.zero_grad),
-    ):
-        marks.clear()
-        step = pipe.step
-        with suppress(ps.PenstockError):
-            call()
-        assert marks == [step] * changes
-
-
-def test_closing_ends_everything_and_reports_what_no_batch_has_read():
-    """A check on a device is deferred to the next batch, and there is none."""
-    pipe = threads(plain_layers(), [2, 1])
-    log = []
-    pipe._busy_times = SimpleNamespace(close=lambda: log.append("times"))
-    pipe._world.close = lambda: log.append("world")
-
-    def fail():
-        raise RunError("the gradients were not finite")
-
-    pipe._guard = SimpleNamespace(stale=False, release=lambda: log.append("guard"))
-    pipe._assembly.stages[1].read_checks = fail
-    with pytest.raises(RunError, match="not finite"):
-        pipe.close()
-    assert log == ["guard", "times", "world"]
-    pipe._guard.stale = True
-    log.clear()
-    with pytest.raises(RunError, match="not finite"):
-        pipe.close()
-    assert log == ["times", "world"], "a model that is stale stays guarded"
