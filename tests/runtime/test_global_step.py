@@ -11,6 +11,7 @@ from tests.runtime.scripted import Recorder, replica_group
 from torch import nn
 
 import penstock as ps
+from penstock.errors import PeerFailed
 from penstock.ranks.peer_guard import PeerGuard
 from penstock.ranks.status_board import SharedBoard
 from penstock.runtime import global_step
@@ -399,3 +400,60 @@ def test_padding_on_a_device_becomes_0_where_that_leaves_the_norm_as_it_is():
     assert _without_padding(DeviceRow(), 2.0) == "norms with 0.0 where norms < 0"
     for norm_type in (0.0, -1.0):
         assert _without_padding(DeviceRow(), norm_type) == "norms[not norms < 0]"
+
+
+def test_stages_step_with_clipped_gradients_when_the_exchange_has_ended():
+    """And not with those from before; the norms have left the rank by then."""
+    run = Run(HOLDERS, GRADIENTS, clip_grad_norm=0.5)
+    expected = 0.5 / global_norm(2.0)
+    stepped = []
+    for rank, interpreter in run.assembly.interpreters.items():
+        for stage in interpreter.stages.values():
+
+            def step(stage=stage, rank=rank):
+                assert ("finish",) in run.logs[rank]
+                gradients = [parameter.grad for parameter in stage.update.parameters]
+                for gradient, before in zip(gradients, GRADIENTS[stage.index], strict=True):
+                    if before is not None:
+                        clipped = torch.tensor(before) * expected
+                        torch.testing.assert_close(gradient, clipped, rtol=1e-4, atol=1e-6)
+                stepped.append(stage.index)
+
+            stage.update.step = step
+    run.run()
+    assert sorted(stepped) == [0, 1, 1, 2, 3, 3]
+    assert [log.count(("finish",)) for log in run.logs] == [1, 1, 1]
+
+
+def test_norms_on_devices_are_those_of_the_option_and_of_the_epoch(monkeypatch):
+    """No message is sent for them."""
+    calls = []
+
+    def device_norms(assembly, homes, norm_type):
+        def total(interpreter, rows, nonfinite, epoch):
+            calls.append((interpreter.rank, [row.tolist() for row in rows], epoch))
+            return torch.tensor(7.0), nonfinite + 1
+
+        calls.append((homes, norm_type))
+        return SimpleNamespace(total=total)
+
+    monkeypatch.setattr(global_step, "device_norms", device_norms)
+    run = Run(HOLDERS, GRADIENTS, policy="skip", clip_grad_norm=1.0, clip_norm_type=1.0)
+    assert calls.pop() == ({0: [0], 1: [1], 2: [2, 3]}, 1.0)
+    run.step.epoch = 3
+    norm, nonfinite = run.step.step(1)
+    assert (norm.item(), nonfinite) == (7.0, 1.0)
+    assert calls == [(1, [[3.0]], 3)]
+    assert ("finish",) not in run.logs[1]
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_rank_that_is_gone_is_named_by_those_that_wait_for_its_norms(rank):
+    """Rank 0 waits for all others, these for rank 0."""
+    run = Run(HOLDERS, GRADIENTS, clip_grad_norm=1.0)
+    transport = run.assembly.interpreters[rank].transport
+    transport.exchange.close("rank 9 ran away")
+    with pytest.raises(PeerFailed) as e:
+        run.step.step(rank)
+    assert e.value.rank == rank
+    assert e.value.waited_for == f"rank {0 if rank else 1}"

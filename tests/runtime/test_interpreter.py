@@ -788,3 +788,62 @@ def test_layers_that_processes_share_end_only_after_a_whole_program():
         interpreter.play(program, batch(1))
     names = [entry[0] for entry in log]
     assert names == ["parallel.begin", "F", "forget"]
+
+
+def test_ops_of_a_stream_have_the_number_in_their_batch_and_rules_the_one_in_the_stream():
+    """For values, losses, checks and messages: micro-batch 5 of batches of two is the second one."""
+    ranks = Ranks("0F0 0I0 0W0 0U1", loss="a loss")
+    interpreter, log = ranks.interpreters[0], ranks.logs[0]
+    stage = interpreter.stages[0]
+    batches = BatchesInFlight(2)
+    one = batch(2, step=2)
+    batches.add(2, one)
+    checks = []
+    interpreter.finite = SimpleNamespace(
+        after_loss=lambda *args: checks.append(("loss", *args)),
+        after_backward=lambda *args: checks.append(("gradients", *args)),
+    )
+    names = ("before_forward", "before_backward", "finished")
+    rule = Recorder(log, "rule", **dict.fromkeys(names))
+    ops = [Op.parse(text) for text in ("0F5", "0I5", "0W5")]
+    interpreter.run_actions(ops, RunContext(batches, weights={0: rule}))
+    assert checks == [("loss", stage, one, 1, ops[0]), ("gradients", stage, one, 1)]
+    assert [entry[:3] for entry in log] == [
+        ("rule.before_forward", 5),
+        ("F", 0, 1),
+        ("rule.before_backward", 5),
+        ("I", 0, 1),
+        ("rule.before_backward", 5),
+        ("W", 0, 1),
+        ("rule.finished", 5),
+    ]
+
+
+def test_the_status_of_a_rank_says_what_it_does_and_what_it_waits_for():
+    """Messages of other ranks have it when they wait too long."""
+    interpreter, program, log = interpreter_of("0F0 0B0 0U1")
+    status = []
+
+    def doing(text):
+        status.append(text)
+        return 0.0
+
+    interpreter.board = SimpleNamespace(doing=doing)
+    interpreter.replicas = {0: replica_group(log, 0)}
+    interpreter.play(program, batch(1))
+    assert status == [
+        "is at 0F0",
+        "is at 0B0",
+        "is at 0U1",
+        "waits for the other replicas at 0U1",
+        "is between batches",
+    ]
+
+
+def test_an_interrupt_while_sends_leave_drops_what_is_held():
+    """A notebook may go on with the next batch."""
+    interpreter, program, log = interpreter_of("0F0 0B0")
+    interpreter.transport = SimpleNamespace(drain=failing(KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        interpreter.play(program, batch(1))
+    assert log[-1] == ("forget", 0)

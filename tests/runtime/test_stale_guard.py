@@ -40,6 +40,8 @@ def test_the_message_names_call_rank_and_up_to_three_layers_once(names, figures)
         guard.check("reading")
     assert str(caught.value).startswith("reading of the model on rank 1 would")
     assert figures in str(caught.value)
+    for method in ("model_state()", "state_dict()", "forward(x)", "load_into(model)", "ema()"):
+        assert f"pipe.{method}" in str(caught.value)
 
 
 def test_a_stale_model_refuses_every_way_of_reading_it():
