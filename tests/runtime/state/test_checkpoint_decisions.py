@@ -4,6 +4,7 @@ for the pipeline, the ranks and the files.
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -468,3 +469,21 @@ def test_the_newest_step_is_told_to_what_watches_for_lost_ranks(tmp_path, monkey
     checkpoints.save(pipe, wait=True)
     assert watch.checkpoint_step == 3
     assert checkpoints.path(3) == Path(tmp_path) / module.step_folder(tmp_path, 3).name
+
+
+def test_signals_are_noted_within_the_block_alone(tmp_path):
+    """Outside of it they end the program, as those of any other."""
+    numbers = (signal.SIGTERM, signal.SIGUSR1)
+    before = [signal.getsignal(number) for number in numbers]
+    checkpoints = Checkpoints(tmp_path)
+    assert [signal.getsignal(number) for number in numbers] == before
+    with checkpoints as entered:
+        assert entered is checkpoints
+        handlers = [signal.getsignal(number) for number in numbers]
+        assert handlers != before
+        for number, handler in zip(numbers, handlers, strict=True):
+            handler(number, None)
+    assert [signal.getsignal(number) for number in numbers] == before
+    pipe = Pipe()
+    assert run(checkpoints, pipe, 1) == [1]
+    assert pipe.log == [("begin", 1), ("complete", 1)]
