@@ -97,6 +97,10 @@ def test_replicas_average_gradients_or_weights_but_not_both():
     assert not any(interpreter.replicas for interpreter in waves.interpreters.values())
     assert all(waves.wave_replicas.values())
     assert waves.optimizer_replicas == max(map(len, waves.setting.schedule.ranks_of_stage)) > 1
+    stream = assembly_of(schedule=ps.schedule("pipedream", 2, 2, replicas=(2, 1)), optimizer=sgd)
+    assert stream.setting.schedule.copies > 1
+    assert stream.optimizer_replicas == 1
+    assert [list(rank.replicas) for rank in stream.interpreters.values()].count([0]) == 2
 
 
 def test_a_stage_with_replicas_has_its_home_on_the_first():

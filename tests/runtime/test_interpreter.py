@@ -579,6 +579,15 @@ def test_a_link_that_breaks_names_the_peer(method, error):
         assert e.value.reason == "rank 1 ran away"
     else:
         assert 0 <= e.value.seconds < 30
+    interpreter._waits_since, interpreter._waits_for = -1e9, 7
+    message = Message(Kind.F, 0, 0)
+    actions = [Op.parse("0F0"), Transfer(Direction.SEND, message, 1)]
+    if method == "post":
+        actions = [Transfer(Direction.RECV, message, 1)]
+    with pytest.raises(kind) as e:
+        interpreter.run_actions(actions, RunContext(BatchesInFlight.alone(batch(1))))
+    assert e.value.waited_for == "rank 1"
+    assert kind is PeerFailed or 0 <= e.value.seconds < 30
 
 
 @pytest.mark.parametrize("text", ["gloo/transport: Connection closed by peer", "bad shape"])

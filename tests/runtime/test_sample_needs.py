@@ -317,3 +317,12 @@ def test_a_part_that_is_whole_says_so():
     """Callers may then take its values for those of the batch."""
     assert BatchPart(WHOLE, range(8), 8).is_whole
     assert not part([0, 1]).is_whole
+
+
+def test_a_process_in_the_middle_reads_one_sample_of_inputs_and_one_of_targets():
+    """They have unlike shapes, by which the messages of batches are compared."""
+    x, y = CountingReads(torch.ones(6, 2)), CountingReads(torch.zeros(6, 3, dtype=torch.int64))
+    for part_x, part_y in reader_of(x, y, 3, needed=()):
+        assert (part_x.on_meta.shape, part_y.on_meta.shape) == ((3, 2), (3, 3))
+        assert part_y.on_meta.dtype == torch.int64
+    assert (x.read, y.read) == ([5], [5])

@@ -153,6 +153,15 @@ def test_steps_of_the_interval_are_saved_and_the_last_one_at_the_end(tmp_path, e
         assert (target.nonfinite, target.score) == (False, None)
 
 
+def test_a_run_that_begins_at_a_later_step_saves_at_multiples_alone(tmp_path):
+    """Its weights may be loaded by hand; what came before is not due."""
+    pipe = Pipe()
+    pipe.step = 7
+    checkpoints = Checkpoints(tmp_path, every=5)
+    run(checkpoints, pipe, 4)
+    assert save_steps(pipe) == [10]
+
+
 def test_what_is_due_waits_for_the_step_that_uses_the_gradients(tmp_path):
     """A checkpoint does not hold any; this is also true of the end of a run."""
     pipe = Pipe()
