@@ -181,15 +181,16 @@ def two_processes(monkeypatch, local_rank):
         interpreter = Rank(rank, list(enumerate(op for _, op in rows[rank])), 2)
         if rank == 0:
             interpreter.sends[Message(Kind.F, 0, 2)] = SimpleNamespace(
-                peer=1, bytes=64, arrived_s=0.75
+                peer=1, bytes=64, arrived_s=None
             )
+            interpreter.times[rows[0][1][1]] = 4.0, 4.5
         else:
             interpreter.times = {
                 op: (start + 91.0, end + 91.0) for op, (start, end) in interpreter.times.items()
             }
             interpreter.waits[Message(Kind.F, 0, 2)] = 100.25
             interpreter.sends[Message(Kind.B, 1, 2)] = SimpleNamespace(
-                peer=0, bytes=32, arrived_s=None
+                peer=0, bytes=32, arrived_s=102.75
             )
         gathered = {}
         world = SimpleNamespace(
@@ -239,9 +240,9 @@ def test_all_processes_have_the_times_of_all_ranks_on_the_clock_of_rank_0(monkey
     assert timeline.measured_memory == (MeasuredMemory(500, 70, 80), MeasuredMemory(501, 71, 81))
     assert sorted(timeline.events, key=lambda event: (event.rank, event.start, event.end)) == [
         Event(0, Op.parse("0F0"), 0.0, 0.5),
-        Event(0, Op.parse("0F0"), 0.5, 0.75, 64, 1),
-        Event(0, Op.parse("0B0"), 1.0, 1.5),
+        Event(0, Op.parse("0F0"), 0.5, 1.0, 64, 1),
+        Event(0, Op.parse("0B0"), 4.0, 4.5),
         Event(1, Op.parse("1F0"), 1.0, 1.5, wait_s=0.75),
         Event(1, Op.parse("1B0"), 2.0, 2.5),
-        Event(1, Op.parse("1B0"), 2.5, 2.5, 32, 0),
+        Event(1, Op.parse("1B0"), 2.5, 2.75, 32, 0),
     ]
