@@ -120,7 +120,7 @@ def test_the_optimizers_are_those_of_the_stages_or_one_that_knows_the_learning_r
     assert assembly.optimizers() == [stage.update.optimizer for stage in assembly.stages]
     empty = assembly_of([nn.Tanh(), nn.Tanh()], optimizer=sgd)
     (stand_in,) = empty.optimizers()
-    assert empty.optimizers()[0] is stand_in
+    assert empty.optimizers() == [stand_in]
     assert stand_in.param_groups[0]["lr"] == 0.1
     with pytest.raises(SettingError, match="no optimizer"):
         assembly_of().optimizers()

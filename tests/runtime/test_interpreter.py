@@ -712,6 +712,12 @@ def test_peak_memory_is_the_sum_of_all_that_a_rank_holds():
     # Two versions of the stage's one parameter of 7 numbers.
     rule = SimpleNamespace(held_bytes=lambda: 2 * 28, more_optimizers=lambda: [optimizer])
     assert interpreter.peak_bytes({1: rule}) == held + 130_000 + 28 + momentum
+    # A weight that the rank only uses has a gradient, too, which goes to the rank of its home.
+    interpreter.replicas = interpreter.parallel = {}
+    interpreter.stages[0].update.parameters = [weight]
+    assert interpreter.peak_bytes({}) == held
+    interpreter.stages[1].update.borrowed = []
+    assert interpreter.peak_bytes({}) == held - 4 * 3
 
 
 def test_programs_are_cached_by_identity_up_to_a_number():
@@ -856,3 +862,21 @@ def test_an_interrupt_while_sends_leave_drops_what_is_held():
     with pytest.raises(KeyboardInterrupt):
         interpreter.play(program, batch(1))
     assert log[-1] == ("forget", 0)
+
+
+def test_a_part_of_a_stream_may_begin_with_the_sends_of_the_op_before_it():
+    """And end with receives of the op after it."""
+    ranks = Ranks("0F0 0F1\n1F0 1F1", ahead=0)
+    batches = BatchesInFlight(2)
+    batches.add(0, batch(2))
+    context = RunContext(batches)
+    message = Message(Kind.F, 0, 1)
+    parts = [
+        (0, [Op.parse("0F1")]),
+        (0, [Transfer(Direction.SEND, message, 1), Op.parse("0F0")]),
+        (1, [Transfer(Direction.RECV, message, 0)]),
+        (1, [Op.parse("1F1")]),
+    ]
+    for rank, actions in parts:
+        ranks.interpreters[rank].run_actions(actions, context)
+    assert ranks.logs[1] == [("F", 1, 1, ("F", 0, 1, 0))]
