@@ -402,6 +402,24 @@ def test_padding_on_a_device_becomes_0_where_that_leaves_the_norm_as_it_is():
         assert _without_padding(DeviceRow(), norm_type) == "norms[not norms < 0]"
 
 
+@pytest.mark.parametrize("skips", [False, True])
+def test_a_skipped_step_has_a_norm_and_sends_no_updates(skips):
+    """The norm tells why it was skipped; replicas have nothing new."""
+    run = Run([(0,)], [[[1.0, 1.0]]], policy="skip", clip_grad_norm=1.0)
+    interpreter, log = run.assembly.interpreters[0], run.logs[0]
+    run.assembly.zero = True
+    interpreter.replicas = {0: replica_group(log, 0)}
+    interpreter.finite.has_nonfinite = skips
+    gradient = run.stage(0, 0).update.parameters[0].grad
+    gradient.fill_(float("inf") if skips else 3.0)
+    results = {0: run.step.step(0)}
+    names = [entry[0] for entry in log]
+    assert ("replicas 0.send_updates" in names) == (not skips)
+    assert ("replicas 0.receive_updates" in names) == (not skips)
+    run.step.record_step(results)
+    assert run.step.grad_norm == (float("inf") if skips else pytest.approx(18**0.5))
+
+
 def test_stages_step_with_clipped_gradients_when_the_exchange_has_ended():
     """And not with those from before; the norms have left the rank by then."""
     run = Run(HOLDERS, GRADIENTS, clip_grad_norm=0.5)
