@@ -402,6 +402,14 @@ def test_padding_on_a_device_becomes_0_where_that_leaves_the_norm_as_it_is():
         assert _without_padding(DeviceRow(), norm_type) == "norms[not norms < 0]"
 
 
+def test_ranks_that_check_nothing_take_part_in_the_norm():
+    """Such as one whose stages have no parameters."""
+    run = Run(HOLDERS, GRADIENTS, clip_grad_norm=1.0)
+    for rank in (0, 1):
+        run.assembly.interpreters[rank].finite = None
+    assert [norm.item() for norm, _ in run.run()] == pytest.approx([global_norm(2.0)] * 3)
+
+
 @pytest.mark.parametrize("skips", [False, True])
 def test_a_skipped_step_has_a_norm_and_sends_no_updates(skips):
     """The norm tells why it was skipped; replicas have nothing new."""

@@ -528,6 +528,7 @@ def test_some_errors_of_an_op_are_raised_as_they_are(error):
     with pytest.raises(type(error)) as e:
         interpreter.play(program, batch(2))
     assert e.value is error
+    assert e.value.__cause__ is None
     assert log == [("forget", 0)]
 
 
@@ -602,6 +603,10 @@ def test_a_lost_collective_of_shared_layers_is_the_failure_of_another_process(te
         interpreter.play(program, batch(1))
     if lost:
         assert e.value.waited_for == "the processes that share its layers"
+    interpreter.stages[0].backward = failing(ValueError(text))
+    with pytest.raises(StageFailed):
+        interpreter.play(program, batch(1))
+    interpreter.stages[0].backward = failing(RuntimeError(text))
     interpreter.parallel = {}
     with pytest.raises(StageFailed):
         interpreter.play(program, batch(1))
@@ -880,3 +885,12 @@ def test_a_part_of_a_stream_may_begin_with_the_sends_of_the_op_before_it():
     for rank, actions in parts:
         ranks.interpreters[rank].run_actions(actions, context)
     assert ranks.logs[1] == [("F", 1, 1, ("F", 0, 1, 0))]
+
+
+def test_an_op_whose_input_is_not_received_does_not_run():
+    """A program without the receive is wrong; the op would compute with nothing."""
+    ranks = Ranks(PAIR)
+    context = RunContext(BatchesInFlight.alone(batch(1)))
+    with pytest.raises(AssertionError):
+        ranks.interpreters[1].run_actions([Op.parse("1F0")], context)
+    assert ranks.logs[1] == [("forget", 1)]

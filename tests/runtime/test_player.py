@@ -109,6 +109,7 @@ def test_a_stage_updates_at_its_u_unless_the_step_needs_all_gradients():
         ("global.step", 1),
         ("global.record_step", {0: ("norm", 0.0), 1: ("norm", 0.0)}),
     ]
+    assert Run().play(Mode.TRAIN)[0] == ("global.begin", 1.0)
     for needed in (False, True):
         names = [call[0] for call in Run(needed=needed).play(Mode.TRAIN, steps=False)]
         assert "global.step" not in names

@@ -122,6 +122,20 @@ def test_slices_of_sequences_need_the_samples_of_their_micro_batch():
     assert words == f"all inputs, 1 of {len(slicing.share)} micro-batches' targets"
 
 
+@pytest.mark.parametrize("samples", [2, 4, 5, 11])
+def test_slices_of_samples_are_micro_batches_of_their_own(samples):
+    """Of unlike sizes; a batch that is too small for them has one sample in each."""
+    schedule = ps.schedule("autopipe", 3, 4)
+    slicing = schedule.slicing
+    assert slicing.along == "samples"
+    rows = torch.arange(samples).unsqueeze(1)
+    batch = make_batch(rows, None, 4, step=0, training=True, slicing=slicing)
+    for number in range(len(slicing.share)):
+        needs = SampleNeeds(frozenset([number]), schedule)
+        parts = batch.inputs[number : number + 1]
+        assert needs.positions(samples) == [int(row) for part in parts for row in part]
+
+
 def test_reading_asks_for_the_needed_samples_alone():
     """By their numbers in the data set; the order of all samples identifies the batch."""
     schedule = ps.schedule("1f1b", 2, 2)

@@ -292,3 +292,27 @@ def test_a_module_that_is_gone_is_released_without_an_error():
     del module
     assert alive() is None
     guard.release()
+
+
+def test_a_module_that_runs_here_stays_usable_with_a_layer_of_another_rank_in_it():
+    """The layer is in two places, of which this process trains one."""
+    shared = nn.Linear(2, 2)
+    block = nn.Sequential(shared, nn.Tanh())
+    guard = guard_model(Chain([block, shared], [block, shared]), {0}, 0)
+    guard.mark()
+    block(torch.ones(1, 2))
+    block.state_dict()
+    copy.deepcopy(block)
+    shared(torch.ones(1, 2))
+
+
+def test_a_stale_list_of_layers_is_not_copied():
+    """The copy would have the values from before the training without a sign of it."""
+    modules = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    root = nn.ModuleList(modules)
+    guard = guard_model(Chain(modules, [root]), {0}, 0)
+    copy.deepcopy(root)
+    guard.mark()
+    assert refuses(lambda: copy.deepcopy(root))
+    assert refuses(lambda: pickle.dumps(root))
+    copy.deepcopy(modules[0])

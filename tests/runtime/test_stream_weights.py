@@ -111,6 +111,7 @@ def scripted(by_rank, holders, wave_stages=()):
 
     def gather(rows, forms):
         gathers.append(forms)
+        assert {row.dtype for (row,) in rows.values()} == {torch.int64}
         return rows
 
     def broadcast(value, source, form):

@@ -32,15 +32,15 @@ class Counter:
 
 class Ranks:
     """Two stages of a model of three parameters on this process: "a" and "t" in stage 0, "b" and
-    "t" in stage 1, which is tied and has a copy per stage; "r" is on another process.
+    "t" in stage 1, which is tied and has a copy per stage; "r" and "s" are on another process.
     """
 
     def __init__(self, *, stream=False, steps=True, frozen=()):
-        trains = {name: name not in frozen for name in "abtr"}
+        trains = {name: name not in frozen for name in "abtrs"}
         self.stage_parameters = [
             {parameter(trains=trains[name]): name for name in names} for names in ("at", "bt")
         ]
-        self.model = {name: parameter(trains=trains[name]) for name in "abtr"}
+        self.model = {name: parameter(trains=trains[name]) for name in "abtrs"}
         self.stages = [
             SimpleNamespace(
                 names=names, update=Counter(parameters=[p for p in names if p.requires_grad])
@@ -152,6 +152,7 @@ def test_parameters_of_other_processes_count_as_changes_and_change_nothing_here(
     ranks.trainability.check()
     assert ranks.trainability.epoch == 1
     assert len(ranks.unshared) == 1
+    assert ranks.model["s"].requires_grad, "another one, which nothing has changed"
 
 
 @pytest.mark.parametrize("name", ["b", "r"])
