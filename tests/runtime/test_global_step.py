@@ -18,6 +18,7 @@ from penstock.runtime import global_step
 from penstock.runtime.global_step import GlobalStep, _without_padding
 from penstock.stage.training_options import TrainingOptions
 from penstock.transport.in_process import Exchange, MemoryTransport
+from penstock.transport.transport import TransportLost
 
 CPU = torch.device("cpu")
 
@@ -483,3 +484,35 @@ def test_a_rank_that_is_gone_is_named_by_those_that_wait_for_its_norms(rank):
         run.step.step(rank)
     assert e.value.rank == rank
     assert e.value.waited_for == f"rank {0 if rank else 1}"
+
+
+@pytest.mark.parametrize(("rank", "peer"), [(0, 2), (1, 0), (2, 0)])
+def test_a_rank_to_which_nothing_can_be_sent_is_named(rank, peer):
+    """Norms go to rank 0, and the answer to all others."""
+    run = Run(HOLDERS, GRADIENTS, clip_grad_norm=1.0)
+    transport = run.assembly.interpreters[rank].transport
+
+    def send(to_rank, *args):
+        if to_rank == peer:
+            run.assembly.interpreters[rank].transport.exchange.close("gone")
+            raise TransportLost("gone")
+        return transport.send(to_rank, *args)
+
+    run.assembly.interpreters[rank].transport = SimpleNamespace(
+        post=transport.post, send=send, exchange=transport.exchange
+    )
+    with ThreadPoolExecutor(3) as pool:
+        futures = [pool.submit(run.step.step, number) for number in range(3)]
+    with pytest.raises(PeerFailed) as e:
+        futures[rank].result()
+    assert e.value.waited_for == f"rank {peer}"
+
+
+@pytest.mark.parametrize(("norm_type", "expected"), [(float("-inf"), 3.0), (0.0, 2.0)])
+def test_parameters_without_a_gradient_do_not_count_in_norms_of_small_exponents(
+    norm_type, expected
+):
+    """The smallest absolute value, and the number of parameters with a gradient."""
+    gradients = [[[3.0, 4.0]], [None, [5.0, 6.0]]]
+    run = Run([(0,), (1,)], gradients, clip_grad_norm=1e9, clip_norm_type=norm_type)
+    assert [norm.item() for norm, _ in run.run()] == [expected] * 2
