@@ -163,9 +163,11 @@ def test_a_rank_that_fails_meanwhile_is_reported_by_the_guard(monkeypatch):
     ],
 )
 def test_norms_go_in_messages_without_collectives_or_with_an_exponent_of_0(
-    has_collectives, norm_type, on_devices
+    has_collectives, norm_type, on_devices, monkeypatch
 ):
     """Such a norm counts parameters without a gradient, which have 0 in the vector."""
     world = SimpleNamespace(collectives=Collectives() if has_collectives else None)
-    norms = device_norms(SimpleNamespace(world=world), {0: [0]}, norm_type)
-    assert (norms is not None) == on_devices
+    monkeypatch.setattr(module, "DeviceNorms", lambda *args: args)
+    assembly, homes = SimpleNamespace(world=world), {0: [0]}
+    norms = device_norms(assembly, homes, norm_type)
+    assert norms == ((assembly, homes, norm_type, world.collectives) if on_devices else None)
