@@ -194,7 +194,7 @@ def test_a_chain_has_nothing_to_trace(prepare):
 
 
 @pytest.mark.parametrize("is_known", [False, True])
-@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16, torch.float16])
 def test_the_example_is_traced_first_unless_its_graph_came_with_the_chain(
     prepare, is_known, autocast
 ):
