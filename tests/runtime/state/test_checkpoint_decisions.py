@@ -162,6 +162,49 @@ def test_a_run_that_begins_at_a_later_step_saves_at_multiples_alone(tmp_path):
     assert save_steps(pipe) == [10]
 
 
+@pytest.mark.parametrize(("first", "resumed"), [(4, False), (8, False), (8, True)])
+def test_a_multiple_between_two_calls_is_due_at_the_second(series, tmp_path, first, resumed):
+    """A program may call `step` after several batches; at its first call only the last one is new."""
+    pipe = Pipe()
+    checkpoints = Checkpoints(tmp_path, every=5)
+    pipe.step = first
+    if resumed:
+        series.folders = [f"step-{first}"]
+        checkpoints.resume(pipe)
+        pipe.step += 2
+        checkpoints.step(pipe)
+    else:
+        run(checkpoints, pipe, 1)
+    for _ in range(3):
+        pipe.step += 3
+        checkpoints.step(pipe)
+    assert save_steps(pipe) == {4: [5, 11], 8: [10, 16] if resumed else [12, 15]}[first]
+
+
+def test_the_number_of_checkpoints_that_stay_and_the_logs_go_with_every_save(tmp_path, monkeypatch):
+    """Three stay by default."""
+    calls = []
+    monkeypatch.setattr(module, "publication", lambda *args: calls.append(args))
+    for options, keep in (({}, 3), ({"keep": 1}, 1)):
+        pipe = Pipe()
+        context = SeriesContext(logs=[tmp_path / "log"])
+        checkpoints = Checkpoints(tmp_path, context=context, **options)
+        run(checkpoints, pipe, 2)
+        checkpoints.finish(pipe)
+        assert calls.pop() == (tmp_path, 2, keep, [tmp_path / "log"])
+
+
+def test_a_request_to_end_is_not_taken_back(tmp_path):
+    """The rank that was asked may have ended already."""
+    pipe = Pipe()
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints._signals.end = True
+    run(checkpoints, pipe, 1)
+    checkpoints._signals.end, checkpoints._countdown = False, 1
+    assert run(checkpoints, pipe, 1) == [2]
+    assert checkpoints.ended
+
+
 def test_what_is_due_waits_for_the_step_that_uses_the_gradients(tmp_path):
     """A checkpoint does not hold any; this is also true of the end of a run."""
     pipe = Pipe()
@@ -464,6 +507,10 @@ def test_the_folder_is_locked_from_resuming_to_the_end_of_the_block(tmp_path):
     fourth.resume(Pipe())
     with Checkpoints(folder) as fifth:
         fifth.resume(Pipe())
+    with fifth:
+        fifth.resume(Pipe())
+        with Checkpoints(folder) as sixth, pytest.raises(FileError, match="another run"):
+            sixth.resume(Pipe())
 
 
 def test_the_newest_step_is_told_to_what_watches_for_lost_ranks(tmp_path, monkeypatch):
