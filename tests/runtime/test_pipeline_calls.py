@@ -31,6 +31,8 @@ def test_every_call_of_all_ranks_is_announced_under_its_name(schedule, tmp_path)
     calls.check_loader = lambda loader: log.append(("loader", loader))
     streams = schedule == "pipedream"
     average, batches, state = pipe.ema(), [(x, y), (x, y)], plain_layers().state_dict()
+    average.update()
+    average_state = average.state_dict()
     for expected, call in (
         (["train_batch", *["flush"] * streams], lambda: pipe.train_batch(x, y)),
         (["update"], pipe.update),
@@ -47,7 +49,11 @@ def test_every_call_of_all_ranks_is_announced_under_its_name(schedule, tmp_path)
         (["load"], lambda: pipe.load(tmp_path / schedule)),
         (["timeline"], pipe.timeline),
         (["scheduler"], lambda: pipe.scheduler(lambda o: torch.optim.lr_scheduler.StepLR(o, 1))),
+        (["ema"], pipe.ema),
         (["ema.update"], average.update),
+        (["ema.applied", "state_dict"], average.state_dict),
+        (["ema.applied", "model_state"], average.model_state),
+        (["ema.load_state_dict"], lambda: average.load_state_dict(average_state)),
         (
             [("loader", batches), "train_batch", "train_batch", "the end of train()", "flush"],
             lambda: list(pipe.train(batches)),

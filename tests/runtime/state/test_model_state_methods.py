@@ -119,6 +119,21 @@ def test_a_model_is_filled_with_all_tensors_of_a_state(as_list):
     assert weight.grad_fn is None
 
 
+def test_extra_state_of_a_model_is_left_alone():
+    """It is no tensor, and a pipeline's state does not have it."""
+
+    class Extra(nn.Linear):
+        """A layer with extra state."""
+
+        def get_extra_state(self):
+            """Return a number."""
+            return 7
+
+    model = nn.Sequential(Extra(2, 2))
+    fill(model, {"0.weight": torch.ones(2, 2), "0.bias": torch.zeros(2)})
+    assert torch.equal(model[0].weight, torch.ones(2, 2))
+
+
 @pytest.mark.parametrize(
     ("change", "text"),
     [
