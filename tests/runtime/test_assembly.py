@@ -333,3 +333,29 @@ def test_sums_in_buckets_are_those_of_collective_operations_without_zero(
             zero,
         )
     }
+
+
+def test_a_layer_that_is_frozen_in_part_is_trained():
+    """Its stage has an optimizer."""
+    layers = [nn.Linear(2, 2) for _ in range(2)]
+    layers[0].weight.requires_grad_(False)
+    assembly = assembly_of(layers)
+    sources = []
+    assembly.world.broadcast = lambda texts, rank: sources.append(rank) or texts
+    assembly.broadcast_texts(["a"])
+    assert sources == [0]
+
+
+def test_the_ranks_of_a_pipeline_check_by_its_policy_and_its_hook_is_checked():
+    """The message of a check names the rank."""
+    with pytest.warns(UserWarning, match="has no effect here"):
+        assembly = assembly_of(gradient_hook="fp16", on_nonfinite="raise", optimizer=sgd)
+    checks = [interpreter.finite for interpreter in assembly.interpreters.values()]
+    assert [(check.rank, check.policy) for check in checks] == [(0, "raise"), (1, "raise")]
+
+
+def test_layers_of_a_process_are_those_of_all_stages_of_its_ranks():
+    """All others are copies without memory."""
+    assembly = assembly_of([nn.Linear(4, 4) for _ in range(5)], balance=(2, 3))
+    assert module._local_layers(assembly.interpreters) == set(range(5))
+    assert module._local_layers({1: assembly.interpreters[1]}) == {2, 3, 4}
