@@ -62,7 +62,8 @@ def reports_of(monkeypatch, other_values):
     reports = []
 
     def exchange(world, local):
-        (report,) = local.values()
+        ((rank, report),) = local.items()
+        assert report.rank == rank
         reports.append(report.value)
         others = [SimpleNamespace(value=value) for value in other_values]
         return [SimpleNamespace(value=report.value), *others]
@@ -163,9 +164,21 @@ def test_a_rank_that_fails_meanwhile_is_reported_by_the_guard(monkeypatch):
     ],
 )
 def test_norms_go_in_messages_without_collectives_or_with_an_exponent_of_0(
-    has_collectives, norm_type, on_devices
+    has_collectives, norm_type, on_devices, monkeypatch
 ):
     """Such a norm counts parameters without a gradient, which have 0 in the vector."""
     world = SimpleNamespace(collectives=Collectives() if has_collectives else None)
-    norms = device_norms(SimpleNamespace(world=world), {0: [0]}, norm_type)
-    assert (norms is not None) == on_devices
+    monkeypatch.setattr(module, "DeviceNorms", lambda *args: args)
+    assembly, homes = SimpleNamespace(world=world), {0: [0]}
+    norms = device_norms(assembly, homes, norm_type)
+    assert norms == ((assembly, homes, norm_type, world.collectives) if on_devices else None)
+
+
+def test_a_rank_fills_the_places_of_its_own_stages_alone(monkeypatch):
+    """All others are 0, and so is the count of what is not finite in them."""
+    reports_of(monkeypatch, [[[[0, 2]], ["float32"]]])
+    collectives = Collectives()
+    norms = DeviceNorms(SimpleNamespace(world=None), {0: [0], 1: [1]}, 2.0, collectives)
+    interpreter = interpreter_of(1, {1: [torch.float32]})
+    norms.total(interpreter, [torch.tensor([5.0])], torch.tensor([1.0]), 0)
+    assert collectives.log[0][1].tolist() == [1.0, 0.0, 0.0, 5.0]

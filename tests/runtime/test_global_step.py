@@ -11,12 +11,14 @@ from tests.runtime.scripted import Recorder, replica_group
 from torch import nn
 
 import penstock as ps
+from penstock.errors import PeerFailed
 from penstock.ranks.peer_guard import PeerGuard
 from penstock.ranks.status_board import SharedBoard
 from penstock.runtime import global_step
 from penstock.runtime.global_step import GlobalStep, _without_padding
 from penstock.stage.training_options import TrainingOptions
 from penstock.transport.in_process import Exchange, MemoryTransport
+from penstock.transport.transport import TransportLost
 
 CPU = torch.device("cpu")
 
@@ -317,3 +319,200 @@ def test_norms_are_added_in_the_order_of_the_stages_whatever_ranks_have_them(mon
     )
     pipe.train_batch(torch.ones(2, 2), torch.ones(2, 2))
     assert added == [[1, 4, 2, 3]]
+
+
+def test_norms_are_those_of_the_parameters_that_are_trained_now():
+    """After a freeze or thaw the messages have other lengths, on all ranks at once."""
+    run = Run(HOLDERS, GRADIENTS, clip_grad_norm=1e9)
+    expected = [global_norm(2.0)]
+    assert [norm.item() for norm, _ in run.run()] == pytest.approx(expected * 3)
+    for epoch, change in enumerate((7.0, None, 9.0), 1):
+        run.step.epoch = epoch
+        for stage in run.assembly.stages:
+            if stage.index != 1:
+                continue
+            if change is None:
+                stage.update.parameters = stage.update.parameters[:1]
+                continue
+            parameter = nn.Parameter(torch.zeros(1))
+            parameter.grad = torch.tensor([change])
+            stage.update.parameters = [*stage.update.parameters[:1], parameter]
+        square = global_norm(2.0) ** 2 + (change or 0.0) ** 2
+        for _ in range(2):
+            norms = [norm.item() for norm, _ in run.run()]
+            assert norms == pytest.approx([square**0.5] * 3)
+
+
+@pytest.mark.parametrize("parallel", [(), (1, 2, 3)])
+def test_norms_of_a_stage_are_computed_once_and_by_all_processes_that_share_it(
+    parallel, monkeypatch
+):
+    """Also on a rank that is not its home: a collective operation takes all of them."""
+    run = Run(HOLDERS, GRADIENTS, clip_grad_norm=1.0)
+    index_of = {id(stage.update.parameters): stage.index for stage in run.assembly.stages}
+    stages = {rank: [] for rank in range(3)}
+    norms_of = global_step.norms_of
+    rank_of = {
+        id(stage.update.parameters): rank
+        for rank, interpreter in run.assembly.interpreters.items()
+        for stage in interpreter.stages.values()
+    }
+
+    def recorded_norms_of(parameters, device, norm_type):
+        stages[rank_of[id(parameters)]].append(index_of[id(parameters)])
+        return norms_of(parameters, device, norm_type)
+
+    monkeypatch.setattr(global_step, "norms_of", recorded_norms_of)
+    group = SimpleNamespace(
+        sum_over_tensor_ranks=lambda nonfinite: None, share_over_tensor_ranks=lambda total: total
+    )
+    for interpreter in run.assembly.interpreters.values():
+        interpreter.parallel = {index: group for index in interpreter.stages if index in parallel}
+    assert [norm.item() for norm, _ in run.run()] == pytest.approx([global_norm(2.0)] * 3)
+    homes = {0: [0], 1: [1], 2: [2, 3]}
+    shared = {0: [0, 3], 1: [1], 2: [1, 2, 3]}
+    assert {rank: sorted(row) for rank, row in stages.items()} == (shared if parallel else homes)
+
+
+class DeviceRow:
+    """Norms on a device, whose values the host does not read."""
+
+    device = SimpleNamespace(type="cuda")
+
+    def __init__(self, name="norms"):
+        self.name = name
+
+    def __lt__(self, other):
+        return DeviceRow(f"{self.name} < {other}")
+
+    def __invert__(self):
+        return DeviceRow(f"not {self.name}")
+
+    def __getitem__(self, mask):
+        return f"{self.name}[{mask.name}]"
+
+    def masked_fill(self, mask, value):
+        """Return what is filled."""
+        return f"{self.name} with {value} where {mask.name}"
+
+
+def test_padding_on_a_device_becomes_0_where_that_leaves_the_norm_as_it_is():
+    """Exponents of 0 and below count entries: there the padding has to go."""
+    assert _without_padding(DeviceRow(), 2.0) == "norms with 0.0 where norms < 0"
+    for norm_type in (0.0, -1.0):
+        assert _without_padding(DeviceRow(), norm_type) == "norms[not norms < 0]"
+
+
+def test_ranks_that_check_nothing_take_part_in_the_norm():
+    """Such as one whose stages have no parameters."""
+    run = Run(HOLDERS, GRADIENTS, clip_grad_norm=1.0)
+    for rank in (0, 1):
+        run.assembly.interpreters[rank].finite = None
+    assert [norm.item() for norm, _ in run.run()] == pytest.approx([global_norm(2.0)] * 3)
+
+
+@pytest.mark.parametrize("skips", [False, True])
+def test_a_skipped_step_has_a_norm_and_sends_no_updates(skips):
+    """The norm tells why it was skipped; replicas have nothing new."""
+    run = Run([(0,)], [[[1.0, 1.0]]], policy="skip", clip_grad_norm=1.0)
+    interpreter, log = run.assembly.interpreters[0], run.logs[0]
+    run.assembly.zero = True
+    interpreter.replicas = {0: replica_group(log, 0)}
+    interpreter.finite.has_nonfinite = skips
+    gradient = run.stage(0, 0).update.parameters[0].grad
+    gradient.fill_(float("inf") if skips else 3.0)
+    results = {0: run.step.step(0)}
+    names = [entry[0] for entry in log]
+    assert ("replicas 0.send_updates" in names) == (not skips)
+    assert ("replicas 0.receive_updates" in names) == (not skips)
+    run.step.record_step(results)
+    assert run.step.grad_norm == (float("inf") if skips else pytest.approx(18**0.5))
+
+
+def test_stages_step_with_clipped_gradients_when_the_exchange_has_ended():
+    """And not with those from before; the norms have left the rank by then."""
+    run = Run(HOLDERS, GRADIENTS, clip_grad_norm=0.5)
+    expected = 0.5 / global_norm(2.0)
+    stepped = []
+    for rank, interpreter in run.assembly.interpreters.items():
+        for stage in interpreter.stages.values():
+
+            def step(stage=stage, rank=rank):
+                assert ("finish",) in run.logs[rank]
+                gradients = [parameter.grad for parameter in stage.update.parameters]
+                for gradient, before in zip(gradients, GRADIENTS[stage.index], strict=True):
+                    if before is not None:
+                        clipped = torch.tensor(before) * expected
+                        torch.testing.assert_close(gradient, clipped, rtol=1e-4, atol=1e-6)
+                stepped.append(stage.index)
+
+            stage.update.step = step
+    run.run()
+    assert sorted(stepped) == [0, 1, 1, 2, 3, 3]
+    assert [log.count(("finish",)) for log in run.logs] == [1, 1, 1]
+
+
+def test_norms_on_devices_are_those_of_the_option_and_of_the_epoch(monkeypatch):
+    """No message is sent for them."""
+    calls = []
+
+    def device_norms(assembly, homes, norm_type):
+        def total(interpreter, rows, nonfinite, epoch):
+            calls.append((interpreter.rank, [row.tolist() for row in rows], epoch))
+            return torch.tensor(7.0), nonfinite + 1
+
+        calls.append((homes, norm_type))
+        return SimpleNamespace(total=total)
+
+    monkeypatch.setattr(global_step, "device_norms", device_norms)
+    run = Run(HOLDERS, GRADIENTS, policy="skip", clip_grad_norm=1.0, clip_norm_type=1.0)
+    assert calls.pop() == ({0: [0], 1: [1], 2: [2, 3]}, 1.0)
+    run.step.epoch = 3
+    norm, nonfinite = run.step.step(1)
+    assert (norm.item(), nonfinite) == (7.0, 1.0)
+    assert calls == [(1, [[3.0]], 3)]
+    assert ("finish",) not in run.logs[1]
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_rank_that_is_gone_is_named_by_those_that_wait_for_its_norms(rank):
+    """Rank 0 waits for all others, these for rank 0."""
+    run = Run(HOLDERS, GRADIENTS, clip_grad_norm=1.0)
+    transport = run.assembly.interpreters[rank].transport
+    transport.exchange.close("rank 9 ran away")
+    with pytest.raises(PeerFailed) as e:
+        run.step.step(rank)
+    assert e.value.rank == rank
+    assert e.value.waited_for == f"rank {0 if rank else 1}"
+
+
+@pytest.mark.parametrize(("rank", "peer"), [(0, 2), (1, 0), (2, 0)])
+def test_a_rank_to_which_nothing_can_be_sent_is_named(rank, peer):
+    """Norms go to rank 0, and the answer to all others."""
+    run = Run(HOLDERS, GRADIENTS, clip_grad_norm=1.0)
+    transport = run.assembly.interpreters[rank].transport
+
+    def send(to_rank, *args):
+        if to_rank == peer:
+            run.assembly.interpreters[rank].transport.exchange.close("gone")
+            raise TransportLost("gone")
+        return transport.send(to_rank, *args)
+
+    run.assembly.interpreters[rank].transport = SimpleNamespace(
+        post=transport.post, send=send, exchange=transport.exchange
+    )
+    with ThreadPoolExecutor(3) as pool:
+        futures = [pool.submit(run.step.step, number) for number in range(3)]
+    with pytest.raises(PeerFailed) as e:
+        futures[rank].result()
+    assert e.value.waited_for == f"rank {peer}"
+
+
+@pytest.mark.parametrize(("norm_type", "expected"), [(float("-inf"), 3.0), (0.0, 2.0)])
+def test_parameters_without_a_gradient_do_not_count_in_norms_of_small_exponents(
+    norm_type, expected
+):
+    """The smallest absolute value, and the number of parameters with a gradient."""
+    gradients = [[[3.0, 4.0]], [None, [5.0, 6.0]]]
+    run = Run([(0,), (1,)], gradients, clip_grad_norm=1e9, clip_norm_type=norm_type)
+    assert [norm.item() for norm, _ in run.run()] == [expected] * 2

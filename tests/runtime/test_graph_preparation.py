@@ -5,6 +5,7 @@ it.
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ import penstock as ps
 from penstock.errors import ChainError
 from penstock.ranks.processes.launch import launch
 from penstock.ranks.status_board import SharedBoard
+from penstock.runtime import graph_preparation
+from penstock.runtime.graph_preparation import Preparation
 from penstock.tracing import variants
 
 
@@ -92,3 +95,223 @@ def test_a_layer_that_is_replaced_later_is_refused():
         pipe.train_batch(x, y)
     model[1][1] = head
     pipe.train_batch(x, y)
+
+
+class ScriptedVariants:
+    """The graphs of a model by form; all calls go to a log."""
+
+    def __init__(self, log, example="example", *, is_known=False):
+        self.log, self.example, self.is_known = log, example, is_known
+        self.current, self.changes_stages, self.version = True, True, 0
+        self.drawing, self.draws = frozenset(), {}
+        self.graphs = set()
+
+    def is_current(self, training):
+        """Whether the model is the one that was traced."""
+        return self.current
+
+    def refresh(self, training):
+        """Note that the model has changed."""
+        self.log.append(("refresh", training))
+        self.current = True
+        return self.changes_stages
+
+    def state(self, training):
+        """Return the version of the model."""
+        return self.version
+
+    def has(self, form, training):
+        """Whether there is a graph."""
+        self.log.append(("has", form.name, training))
+        return (form.name, training) in self.graphs
+
+    def find(self, form, training):
+        """Trace a graph."""
+        self.log.append(("trace", form.name, training, autocast_dtype()))
+        self.graphs.add((form.name, training))
+        self.drawing = self.draws.get(form.name, self.drawing)
+
+
+def autocast_dtype():
+    """Return the dtype of mixed precision; None without it."""
+    enabled = torch.is_autocast_enabled("cpu")
+    return torch.get_autocast_dtype("cpu") if enabled else None
+
+
+def form_of(name):
+    """Return the form of inputs."""
+    return SimpleNamespace(name=name, tensors=[torch.ones(2, 3), torch.ones(1)])
+
+
+@pytest.fixture
+def prepare(monkeypatch):
+    """Return a preparation of two ranks, its graphs and its log."""
+
+    def make(*, autocast=None, chain=False, **options):
+        log = []
+        graphs = None if chain else ScriptedVariants(log, **options)
+        monkeypatch.setattr(graph_preparation, "Form", SimpleNamespace(of=form_of))
+        monkeypatch.setattr(
+            graph_preparation, "check_needs", lambda assembly, batch: log.append(("needs",))
+        )
+
+        def watch(roots):
+            log.append(("watch", roots))
+            return SimpleNamespace(check=lambda: log.append(("containers",)))
+
+        monkeypatch.setattr(graph_preparation, "ContainerWatch", watch)
+        stages = [SimpleNamespace(renew=lambda n=n: log.append(("renew", n))) for n in range(2)]
+        world = SimpleNamespace(
+            local_ranks=(3, 4),
+            device=lambda rank: torch.device("cpu"),
+            board=lambda rank: SimpleNamespace(doing=lambda text: log.append((rank, text))),
+        )
+        traced = SimpleNamespace(variants=graphs, roots=["root"])
+        assembly = SimpleNamespace(world=world, stages=stages, traced=traced)
+        preparation = Preparation(assembly, autocast, lambda: log.append(("settle",)))
+        assert log.pop() == ("watch", ["root"] if chain else ())
+        return preparation, graphs, log
+
+    return make
+
+
+def batch_of(*inputs, signature="form", training=True):
+    """Return a batch."""
+    return SimpleNamespace(inputs=inputs, signature=signature, training=training)
+
+
+CHECKS = [("needs",), ("containers",)]
+TEXT = "traces the model for inputs of (2, 3), (1,)"
+
+
+def test_a_chain_has_nothing_to_trace(prepare):
+    """Its batches are checked alone, and keep their signatures."""
+    preparation, _, log = prepare(chain=True)
+    preparation.begin()
+    batch = batch_of("a")
+    assert preparation.prepare(batch) is batch
+    assert (batch.signature, log) == ("form", CHECKS)
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16, torch.float16])
+def test_the_example_is_traced_first_unless_its_graph_came_with_the_chain(
+    prepare, is_known, autocast
+):
+    """That graph is one without mixed precision."""
+    preparation, graphs, log = prepare(is_known=is_known, autocast=autocast)
+    graphs.example = form_of("example")
+    preparation.begin()
+    traces = [entry for entry in log if entry[0] == "trace"]
+    expected = autocast is not None or not is_known
+    assert traces == [("trace", "example", True, autocast)] * expected
+    preparation, graphs, log = prepare(example=None, autocast=autocast)
+    preparation.begin()
+    assert log == []
+
+
+def test_every_micro_batch_of_a_new_batch_is_looked_up_and_traced_once(prepare):
+    """All ranks of the process say what they do; the next batch of this form costs nothing."""
+    preparation, _, log = prepare()
+    for _ in range(2):
+        log.clear()
+        preparation.prepare(batch_of("a", "b", "a"))
+        if len(log) == 2:
+            break
+        assert log == [
+            *CHECKS,
+            ("has", "a", True),
+            (3, TEXT),
+            (4, TEXT),
+            ("trace", "a", True, None),
+            ("has", "b", True),
+            (3, TEXT),
+            (4, TEXT),
+            ("trace", "b", True, None),
+            ("has", "a", True),
+        ]
+    assert log == CHECKS
+    preparation.prepare(batch_of("a", training=False, signature="evaluation"))
+    assert log[-1] == ("trace", "a", False, None)
+
+
+def test_graphs_depend_on_the_model_and_on_the_settings_of_torch(prepare):
+    """Each of them is part of what a prepared batch is known by."""
+    preparation, graphs, log = prepare()
+
+    def is_looked_up(**options):
+        log.clear()
+        preparation.prepare(batch_of("a", **options))
+        return ("has", "a", True) in log
+
+    assert is_looked_up()
+    assert not is_looked_up()
+    assert is_looked_up(signature="other")
+    graphs.version = 1
+    assert is_looked_up()
+    for dtype in (torch.bfloat16, torch.float16):
+        with torch.autocast("cpu", dtype=dtype):
+            assert is_looked_up()
+            assert not is_looked_up()
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert is_looked_up()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert not is_looked_up()
+
+
+def test_messages_between_different_graphs_have_different_signatures(prepare):
+    """A model that has not changed leaves the signature alone."""
+    preparation, graphs, _ = prepare()
+    for version, signature in ((0, "form"), (1, "form/1"), (2, "form/2")):
+        graphs.version = version
+        for _ in range(2):
+            assert preparation.prepare(batch_of("a")).signature == signature
+
+
+@pytest.mark.parametrize("changes_stages", [False, True])
+def test_batches_in_flight_are_finished_before_the_graphs_change(prepare, changes_stages):
+    """They belong to the earlier ones; stages begin anew only if these differ."""
+    preparation, graphs, log = prepare()
+    preparation.prepare(batch_of("a"))
+    log.clear()
+    graphs.current, graphs.changes_stages = False, changes_stages
+    preparation.prepare(batch_of("a"))
+    assert log == [
+        *CHECKS,
+        ("settle",),
+        ("refresh", True),
+        *[("renew", 0), ("renew", 1)] * changes_stages,
+    ]
+    graphs.current, graphs.is_known = False, True
+    log.clear()
+    preparation.begin()
+    assert log[:2] == [("settle",), ("refresh", True)]
+
+
+def test_stages_begin_anew_when_other_layers_draw_random_numbers(prepare):
+    """Which layers do is known from the graphs."""
+    preparation, graphs, log = prepare()
+    graphs.draws = {"b": frozenset([1])}
+    for name, renews in (("a", 0), ("b", 1), ("c", 0)):
+        log.clear()
+        preparation.prepare(batch_of(name, signature=name))
+        assert [entry for entry in log if entry[0] == "renew"] == [
+            ("renew", 0),
+            ("renew", 1),
+        ] * renews
+
+
+def test_the_number_of_prepared_forms_has_a_limit(prepare, monkeypatch):
+    """Data of ever new shapes must not fill the memory; what was dropped is looked up again."""
+    monkeypatch.setattr(graph_preparation, "_MAX_KEYS", 3)
+    preparation, _, log = prepare()
+    for number in range(9):
+        preparation.prepare(batch_of("a", signature=str(number)))
+        assert len(preparation._prepared) <= 4
+    log.clear()
+    preparation.prepare(batch_of("a", signature="8"))
+    assert log == CHECKS
+    preparation.prepare(batch_of("a", signature="0"))
+    assert ("has", "a", True) in log

@@ -67,6 +67,9 @@ def measured(monkeypatch):
     calls = []
 
     def measure(world, schedule, interpreters, rows, weights):
+        assert world.local_ranks == (0,)
+        assert schedule.first_micro_batches(1).slicing == "1 cut"
+        assert interpreters == "interpreters"
         calls.append((rows, weights))
         return Timeline.of([], 1, 1, (0,))
 

@@ -531,6 +531,7 @@ def test_some_errors_of_an_op_are_raised_as_they_are(error):
     with pytest.raises(type(error)) as e:
         interpreter.play(program, batch(2))
     assert e.value is error
+    assert e.value.__cause__ is None
     assert log == [("forget", 0)]
 
 
@@ -571,6 +572,7 @@ def test_a_link_that_breaks_names_the_peer(method, error):
     ranks = Ranks(PAIR)
     ranks.board.fail("rank 1 ran away")
     interpreter = ranks.interpreters[0]
+    interpreter._waits_since = -1e9  # an earlier wait
     links = {"send": ignore, "post": ignore, method: failing(error)}
     interpreter.transport = SimpleNamespace(**links)
     kind = PeerFailed if isinstance(error, TransportLost) else DeadlineExceeded
@@ -579,6 +581,17 @@ def test_a_link_that_breaks_names_the_peer(method, error):
     assert (e.value.rank, e.value.waited_for) == (0, "rank 1")
     if kind is PeerFailed:
         assert e.value.reason == "rank 1 ran away"
+    else:
+        assert 0 <= e.value.seconds < 30
+    interpreter._waits_since, interpreter._waits_for = -1e9, 7
+    message = Message(Kind.F, 0, 0)
+    actions = [Op.parse("0F0"), Transfer(Direction.SEND, message, 1)]
+    if method == "post":
+        actions = [Transfer(Direction.RECV, message, 1)]
+    with pytest.raises(kind) as e:
+        interpreter.run_actions(actions, RunContext(BatchesInFlight.alone(batch(1))))
+    assert e.value.waited_for == "rank 1"
+    assert kind is PeerFailed or 0 <= e.value.seconds < 30
 
 
 @pytest.mark.parametrize("text", ["gloo/transport: Connection closed by peer", "bad shape"])
@@ -593,6 +606,10 @@ def test_a_lost_collective_of_shared_layers_is_the_failure_of_another_process(te
         interpreter.play(program, batch(1))
     if lost:
         assert e.value.waited_for == "the processes that share its layers"
+    interpreter.stages[0].backward = failing(ValueError(text))
+    with pytest.raises(StageFailed):
+        interpreter.play(program, batch(1))
+    interpreter.stages[0].backward = failing(RuntimeError(text))
     interpreter.parallel = {}
     with pytest.raises(StageFailed):
         interpreter.play(program, batch(1))
@@ -703,6 +720,12 @@ def test_peak_memory_is_the_sum_of_all_that_a_rank_holds():
     # Two versions of the stage's one parameter of 7 numbers.
     rule = SimpleNamespace(held_bytes=lambda: 2 * 28, more_optimizers=lambda: [optimizer])
     assert interpreter.peak_bytes({1: rule}) == held + 130_000 + 28 + momentum
+    # A weight that the rank only uses has a gradient, too, which goes to the rank of its home.
+    interpreter.replicas = interpreter.parallel = {}
+    interpreter.stages[0].update.parameters = [weight]
+    assert interpreter.peak_bytes({}) == held
+    interpreter.stages[1].update.borrowed = []
+    assert interpreter.peak_bytes({}) == held - 4 * 3
 
 
 def test_programs_are_cached_by_identity_up_to_a_number():
@@ -753,3 +776,124 @@ def test_ops_of_a_device_are_timed_by_its_own_clock():
     assert clock.begun == 1
     assert list(interpreter.marks.values()) == [(n, n + 1) for n in range(1, 11, 2)]
     assert interpreter.seconds([Op.parse("0F1")]) == [(0.3, 0.4)]
+
+
+def test_of_shared_layers_only_the_parts_of_this_process_count_as_memory():
+    """Weights and gradients; the whole layers are on no process."""
+    ranks = Ranks("0F0 0B0")
+    interpreter = ranks.interpreters[0]
+    stage = interpreter.stages[0]
+    part = SimpleNamespace(elem=torch.zeros(3), nbytes=4 * 12)
+    stage.tensors = lambda: [part]
+    stage.update.parameters, stage.update.borrowed = [part], [part]
+    assert interpreter.peak_bytes({}) == 4 * (3 + 3)
+
+
+def test_an_op_of_a_stream_without_memory_counts_the_versions_of_its_weights():
+    """They are what a stream holds beside a synchronous schedule."""
+    interpreter, _, _ = interpreter_of("0F0 0B0")
+    interpreter.stages[0].forward = failing(MemoryError())
+    rule = SimpleNamespace(before_forward=ignore, held_bytes=lambda: 2048, more_optimizers=list)
+    batches = BatchesInFlight(1)
+    batches.add(2, batch(1, step=2))
+    context = RunContext(batches, weights={0: rule})
+    with pytest.raises(OutOfMemory, match="0F2 of step 2") as e:
+        interpreter.run_actions([Op.parse("0F2")], context)
+    assert e.value.held_bytes == 2048
+
+
+def test_layers_that_processes_share_end_only_after_a_whole_program():
+    """A program that fails leaves what its collectives still read."""
+    interpreter, program, log = interpreter_of("0F0 0B0")
+    interpreter.parallel = {0: Recorder(log, "parallel", begin=None, reduce=None, end=None)}
+    interpreter.stages[0].backward = failing(Fails("once"))
+    with pytest.raises(StageFailed):
+        interpreter.play(program, batch(1))
+    names = [entry[0] for entry in log]
+    assert names == ["parallel.begin", "F", "forget"]
+
+
+def test_ops_of_a_stream_have_the_number_in_their_batch_and_rules_the_one_in_the_stream():
+    """For values, losses, checks and messages: micro-batch 5 of batches of two is the second one."""
+    ranks = Ranks("0F0 0I0 0W0 0U1", loss="a loss")
+    interpreter, log = ranks.interpreters[0], ranks.logs[0]
+    stage = interpreter.stages[0]
+    batches = BatchesInFlight(2)
+    one = batch(2, step=2)
+    batches.add(2, one)
+    checks = []
+    interpreter.finite = SimpleNamespace(
+        after_loss=lambda *args: checks.append(("loss", *args)),
+        after_backward=lambda *args: checks.append(("gradients", *args)),
+    )
+    names = ("before_forward", "before_backward", "finished")
+    rule = Recorder(log, "rule", **dict.fromkeys(names))
+    ops = [Op.parse(text) for text in ("0F5", "0I5", "0W5")]
+    interpreter.run_actions(ops, RunContext(batches, weights={0: rule}))
+    assert checks == [("loss", stage, one, 1, ops[0]), ("gradients", stage, one, 1)]
+    assert [entry[:3] for entry in log] == [
+        ("rule.before_forward", 5),
+        ("F", 0, 1),
+        ("rule.before_backward", 5),
+        ("I", 0, 1),
+        ("rule.before_backward", 5),
+        ("W", 0, 1),
+        ("rule.finished", 5),
+    ]
+
+
+def test_the_status_of_a_rank_says_what_it_does_and_what_it_waits_for():
+    """Messages of other ranks have it when they wait too long."""
+    interpreter, program, log = interpreter_of("0F0 0B0 0U1")
+    status = []
+
+    def doing(text):
+        status.append(text)
+        return 0.0
+
+    interpreter.board = SimpleNamespace(doing=doing)
+    interpreter.replicas = {0: replica_group(log, 0)}
+    interpreter.play(program, batch(1))
+    assert status == [
+        "is at 0F0",
+        "is at 0B0",
+        "is at 0U1",
+        "waits for the other replicas at 0U1",
+        "is between batches",
+    ]
+
+
+def test_an_interrupt_while_sends_leave_drops_what_is_held():
+    """A notebook may go on with the next batch."""
+    interpreter, program, log = interpreter_of("0F0 0B0")
+    interpreter.transport = SimpleNamespace(drain=failing(KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        interpreter.play(program, batch(1))
+    assert log[-1] == ("forget", 0)
+
+
+def test_a_part_of_a_stream_may_begin_with_the_sends_of_the_op_before_it():
+    """And end with receives of the op after it."""
+    ranks = Ranks("0F0 0F1\n1F0 1F1", ahead=0)
+    batches = BatchesInFlight(2)
+    batches.add(0, batch(2))
+    context = RunContext(batches)
+    message = Message(Kind.F, 0, 1)
+    parts = [
+        (0, [Op.parse("0F1")]),
+        (0, [Transfer(Direction.SEND, message, 1), Op.parse("0F0")]),
+        (1, [Transfer(Direction.RECV, message, 0)]),
+        (1, [Op.parse("1F1")]),
+    ]
+    for rank, actions in parts:
+        ranks.interpreters[rank].run_actions(actions, context)
+    assert ranks.logs[1] == [("F", 1, 1, ("F", 0, 1, 0))]
+
+
+def test_an_op_whose_input_is_not_received_does_not_run():
+    """A program without the receive is wrong; the op would compute with nothing."""
+    ranks = Ranks(PAIR)
+    context = RunContext(BatchesInFlight.alone(batch(1)))
+    with pytest.raises(AssertionError):
+        ranks.interpreters[1].run_actions([Op.parse("1F0")], context)
+    assert ranks.logs[1] == [("forget", 1)]

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 import penstock as ps
-from penstock.event import Event
+from penstock.event import Event, MeasuredMemory
 from penstock.idle import idle_intervals, idle_seconds, link_traffic
 from penstock.ranks.clock import HostClock
-from penstock.runtime.measured_timeline import _NO_PEER, _events, _OpRow
+from penstock.runtime import measured_timeline as module
+from penstock.runtime.measured_timeline import _NO_PEER, _events, _OpRow, measured_timeline
 from penstock.runtime.transfer_record import TransferRecord
 from penstock.schedule.lower import Message
 from penstock.schedule.op import Kind, Op
@@ -141,3 +143,107 @@ def test_a_message_neither_ends_before_it_begins_nor_after_it_was_taken():
         ]
     # A message whose receiver has not begun is not shown.
     assert list(_events({0: [(forward, sent)], 1: []}, 2)) == [Event(0, forward, 0.0, 3.0)]
+
+
+class Rank:
+    """A rank whose ops, messages and memory are given: an op lasts from its place to 0.5 later."""
+
+    def __init__(self, rank, ops, stages):
+        self.rank, self.stage_count = rank, stages
+        self.times = {op: (10.0 * rank + place, 10.0 * rank + place + 0.5) for place, op in ops}
+        self.waits, self.sends = {}, {}
+        self.transfers = SimpleNamespace(wait_start=self.waits.get, sent=self.sends.get)
+
+    def seconds(self, ops):
+        """Return the times of some ops."""
+        return [self.times[op] for op in ops]
+
+    def peak_bytes(self, weights):
+        """Return a number that differs by rank, and counts the rules."""
+        return 1000 * (self.rank + 1) + len(weights)
+
+
+def two_processes(monkeypatch, local_rank):
+    """Return the timeline on the process of one of two ranks, and what it sends.
+
+    The clock of rank 1 is 100 s ahead. Ops were run as those of the third micro-batch.
+    """
+    run_ops = {0: ["0F2", "0B2"], 1: ["1F2", "1B2"]}
+    rows = {
+        rank: [(Op.parse(f"{text[:2]}0"), Op.parse(text)) for text in texts]
+        for rank, texts in run_ops.items()
+    }
+    monkeypatch.setattr(module, "device_peaks", lambda device: (device + 70, device + 80))
+    ahead_s = [0.0, 100.0]
+
+    def table(rank):
+        """Return what a rank contributes."""
+        interpreter = Rank(rank, list(enumerate(op for _, op in rows[rank])), 2)
+        if rank == 0:
+            interpreter.sends[Message(Kind.F, 0, 2)] = SimpleNamespace(
+                peer=1, bytes=64, arrived_s=None
+            )
+            interpreter.times[rows[0][1][1]] = 4.0, 4.5
+        else:
+            interpreter.times = {
+                op: (start + 91.0, end + 91.0) for op, (start, end) in interpreter.times.items()
+            }
+            interpreter.waits[Message(Kind.F, 0, 2)] = 100.25
+            interpreter.sends[Message(Kind.B, 1, 2)] = SimpleNamespace(
+                peer=0, bytes=32, arrived_s=102.75
+            )
+        gathered = {}
+        world = SimpleNamespace(
+            size=2,
+            to_first_clock=lambda: lambda seconds: seconds - ahead_s[rank],
+            buffer_bytes=lambda rank: 500 + rank,
+            device=lambda rank: rank,
+            gather=lambda local, forms: gathered.update(local) or {},
+            broadcast=lambda value, source, form: torch.zeros(form.shape, dtype=torch.float64),
+        )
+        schedule = SimpleNamespace(stages=2, name="mine")
+        measured_timeline(world, schedule, {rank: interpreter}, rows, {1: {0: "rule", 1: "rule"}})
+        return gathered[rank], world, interpreter, schedule
+
+    tables = {rank: table(rank) for rank in range(2)}
+    whole = {rank: tables[rank][0] for rank in range(2)}
+    joined = torch.cat([whole[0][0], whole[1][0]])
+    _, world, interpreter, schedule = tables[local_rank]
+
+    def gather(local, forms):
+        ((rank, (row,)),) = local.items()
+        assert (rank, row.dtype) == (local_rank, torch.float64)
+        for rank, (form,) in forms.items():
+            assert (form.shape, form.dtype) == (tuple(whole[rank][0].shape), "float64")
+        return {} if local_rank else whole
+
+    def broadcast(value, source, form):
+        assert (source, form.shape, form.dtype) == (0, (6, 6), "float64")
+        if local_rank:
+            assert value is None
+        else:
+            torch.testing.assert_close(value, joined, equal_nan=True)
+        return joined
+
+    world.gather, world.broadcast = gather, broadcast
+    return measured_timeline(
+        world, schedule, {local_rank: interpreter}, rows, {1: {0: "rule", 1: "rule"}}
+    )
+
+
+@pytest.mark.parametrize("local_rank", [0, 1])
+def test_all_processes_have_the_times_of_all_ranks_on_the_clock_of_rank_0(monkeypatch, local_rank):
+    """Ops, waits and arrivals, with the bytes of messages and the memory of every rank."""
+    timeline = two_processes(monkeypatch, local_rank)
+    assert (timeline.ranks, timeline.stages, timeline.source) == (2, 2, "measured")
+    assert timeline.title == "mine"
+    assert timeline.peak_memory == (1000, 2002)
+    assert timeline.measured_memory == (MeasuredMemory(500, 70, 80), MeasuredMemory(501, 71, 81))
+    assert sorted(timeline.events, key=lambda event: (event.rank, event.start, event.end)) == [
+        Event(0, Op.parse("0F0"), 0.0, 0.5),
+        Event(0, Op.parse("0F0"), 0.5, 1.0, 64, 1),
+        Event(0, Op.parse("0B0"), 4.0, 4.5),
+        Event(1, Op.parse("1F0"), 1.0, 1.5, wait_s=0.75),
+        Event(1, Op.parse("1B0"), 2.0, 2.5),
+        Event(1, Op.parse("1B0"), 2.5, 2.75, 32, 0),
+    ]

@@ -8,8 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from tests.runtime.scripted import Recorder, replica_group
+from torch import nn
 
 import penstock as ps
+from penstock.runtime import player as player_module
 from penstock.runtime.player import AHEAD, AHEAD_ON_DEVICE, Mode, Player, make_stream
 from penstock.schedule.lower import lower
 from penstock.schedule.op import Kind, Op
@@ -107,6 +109,7 @@ def test_a_stage_updates_at_its_u_unless_the_step_needs_all_gradients():
         ("global.step", 1),
         ("global.record_step", {0: ("norm", 0.0), 1: ("norm", 0.0)}),
     ]
+    assert Run().play(Mode.TRAIN)[0] == ("global.begin", 1.0)
     for needed in (False, True):
         names = [call[0] for call in Run(needed=needed).play(Mode.TRAIN, steps=False)]
         assert "global.step" not in names
@@ -251,3 +254,73 @@ def test_deferred_batch_norms_learn_how_many_forwards_their_stage_runs(micro_bat
     begun.clear()
     run.play(Mode.EVALUATE)
     assert begun == []
+
+
+@pytest.mark.parametrize("device", [False, True])
+def test_a_stream_posts_receives_as_early_as_the_links_allow(device, monkeypatch):
+    """On a device a posted receive is a kernel, which may only wait for what is under way."""
+    calls = []
+    monkeypatch.setattr(
+        player_module, "StreamIncrements", lambda *args, **options: calls.append((args, options))
+    )
+    monkeypatch.setattr(player_module, "Streaming", lambda assembly, increments: assembly)
+    run = Run("pipedream", device=device)
+    assert make_stream(run.assembly) is run.assembly
+    expected = (
+        ((run.schedule, AHEAD_ON_DEVICE), {"after_dependencies": True})
+        if device
+        else ((run.schedule, AHEAD), {})
+    )
+    assert calls == [expected]
+
+
+def test_losses_on_devices_are_averaged_and_compared_there():
+    """Checks of the batches that have been deferred are read with those of the stages."""
+    run = Run()
+    log = run.log
+    run.player._device_losses = Recorder(log, "losses", mean="the mean", verify=None)
+    batch = SimpleNamespace(micro_batches=3, numbers=range(3), inputs=[None] * 3)
+    assert run.player.mean_loss(batch) == "the mean"
+    ((name, argument, last),) = log
+    assert (name, argument) == ("losses.mean", batch)
+    assert last == player_module.last_micro_batches(run.schedule, batch)
+    log.clear()
+    run.player.read_checks()
+    assert log == [("losses.verify",)]
+    run.assembly.stages[0].has_pending_checks = True
+    log.clear()
+    run.player.read_checks()
+    assert log == [("losses.verify",), ("read", 0), ("read", 1)]
+
+
+@pytest.mark.parametrize("samples", [8, 3])
+def test_deferred_statistics_are_those_of_the_whole_batch(samples):
+    """Of all stages of a rank, and of a batch with fewer micro-batches than the schedule."""
+    torch.manual_seed(0)
+    layers = [nn.BatchNorm1d(3), nn.Identity(), nn.BatchNorm1d(3), nn.BatchNorm1d(3)]
+    pipe = ps.Pipeline(
+        layers,
+        loss=nn.functional.mse_loss,
+        balance=[1, 1, 1, 1],
+        schedule=ps.schedule("interleaved", 4, 4, chunks=2),
+        deferred_batch_norm=True,
+        executor="threads",
+    )
+    plain = nn.BatchNorm1d(3)
+    for number in range(2):
+        x = torch.randn(samples, 3, 5) * 2 + number
+        pipe.train_batch(x, x)
+        plain(x)
+    state = pipe.state_dict()
+    for index in (0, 2, 3):
+        assert int(state[f"{index}.num_batches_tracked"]) == 2
+    torch.testing.assert_close(state["0.running_mean"], plain.running_mean)
+    torch.testing.assert_close(state["0.running_var"], plain.running_var)
+
+
+def test_gradients_are_dropped_on_all_ranks_that_check_them():
+    """A rank without a check has none to reset."""
+    run = Run()
+    run.player.zero()
+    names = [call[0] for call in run.log]
+    assert names == ["finite 1.reset", "update 0.zero", "update 1.zero"]

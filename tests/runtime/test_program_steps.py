@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 import penstock as ps
 from penstock.runtime.program_steps import steps_of
-from penstock.schedule.lower import Direction, Transfer, lower
-from penstock.schedule.op import Op, Schedule
+from penstock.schedule.lower import Direction, Message, Transfer, lower
+from penstock.schedule.op import Kind, Op, Schedule
 
 
 @given(
@@ -66,3 +66,17 @@ def test_only_the_last_backward_before_an_update_completes_the_gradients():
     # A forward of the next batch may stand between the last backward and the update.
     mixed = Schedule.parse("0F0 0B0 0F1 0U1 0B1 0U2").programs[0]
     assert [str(step.op) for step in steps_of(mixed, 1) if step.completes] == ["0B0", "0B1"]
+
+
+def test_messages_of_a_step_keep_their_order():
+    """The receiver posts them in the order of the sender; some links match them by it."""
+    receives = [Transfer(Direction.RECV, Message(Kind.F, 0, number), 0) for number in (2, 0, 1)]
+    sends = [Transfer(Direction.SEND, Message(Kind.F, 1, number), 2) for number in (1, 0, 2)]
+    (step,) = steps_of([*receives, Op.parse("1F1"), *sends], 3)
+    assert [message.micro_batch for _, message in step.posts] == [2, 0, 1]
+    assert [message.micro_batch for _, message in step.sends] == [1, 0, 2]
+    assert (step.kind, step.stage, step.number, step.maker) == (Kind.F, 1, 1, "0F1")
+    assert steps_of([], 3) == ()
+    # Receives after a send belong to the next step.
+    first, second = steps_of([*sends[:1], *receives[:1]], 3)
+    assert (first.op, first.posts, second.op, second.sends) == (None, (), None, ())

@@ -24,6 +24,7 @@ from penstock.ranks.settings.setting_differences import META, STALE
 from penstock.runtime import run_description
 from penstock.runtime.run_description import describe, describe_optimizers
 from penstock.stage.stage_builder import Training
+from penstock.stage.training_options import TrainingOptions
 
 
 def crc(*tensors):
@@ -282,3 +283,86 @@ def test_the_facts_of_a_run_name_what_ranks_must_share():
         chain, pipe_setting, dataclasses.replace(training, optimizer=None)
     )
     assert without.facts["optimizer"] == "none"
+
+
+def description_of(chain=None, *, balance=(1, 2), schedule=None, **changes):
+    """Describe a run of three layers, with changes of the training."""
+    chain = chain or layers()
+    options = {
+        name: changes.pop(name) for name in ("recompute", "weights", "score") if name in changes
+    }
+    score = options.pop("score", 1)
+    schedule = schedule or ps.schedule("gpipe", stages=2, micro_batches=3)
+    overrides = Overrides(balance=list(balance), schedule=schedule, **options)
+    setting = make_run_config(chain, None, overrides)
+    training = Training(nn.functional.mse_loss, torch.optim.SGD, 11)
+    training = dataclasses.replace(training, **changes)
+    return run_description.describe_run(chain, setting, training, score=score)
+
+
+def layers(**changes):
+    """Return a chain of three layers, with one change."""
+    with torch.random.fork_rng():
+        torch.manual_seed(changes.get("seed", 0))
+        first = nn.Linear(2, 2, bias=changes.get("bias", True))
+        modules = [first, nn.Linear(2, 2), nn.Dropout(changes.get("p", 0.5))]
+    modules[1].weight.requires_grad_(changes.get("trained", True))
+    modules[2].train(changes.get("training", True))
+    if changes.get("dtype"):
+        modules[0].to(changes["dtype"])
+    return traced(*modules)
+
+
+def everything(description):
+    """Return all that ranks compare."""
+    return description.facts, description.lists, description.weights, description.homes
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"seed": 12},
+        {"loss": nn.functional.l1_loss},
+        {"optimizer": None},
+        {"score": 2},
+        {"balance": (2, 1)},
+        {"recompute": "always"},
+        {"schedule": ps.schedule("gpipe", stages=2, micro_batches=4)},
+        {"schedule": ps.schedule("1f1b", stages=2, micro_batches=3)},
+        {"schedule": ps.schedule("naive", stages=2, micro_batches=3)},
+        *(
+            {"options": TrainingOptions(**{name: value})}
+            for name, value in {
+                "accumulate": 2,
+                "clip_grad_norm": 1.0,
+                "clip_norm_type": 1.0,
+                "clip_grad_value": 1.0,
+                "on_nonfinite": "skip",
+                "autocast": "bfloat16",
+                "boundary": "int8",
+                "deferred_batch_norm": True,
+            }.items()
+        ),
+    ],
+)
+def test_every_setting_that_changes_the_numbers_or_the_messages_is_described(changes):
+    """Ranks that differ in it would wait for each other, or train other models."""
+    assert everything(description_of(**changes)) != everything(description_of())
+    assert everything(description_of()) == everything(description_of())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"seed": 1},
+        {"bias": False},
+        {"p": 0.25},
+        {"trained": False},
+        {"training": False},
+        {"dtype": torch.float64},
+    ],
+)
+def test_every_difference_of_models_is_described(change):
+    """Values, layers, options, modes, dtypes, and what is trained."""
+    assert everything(description_of(layers(**change))) != everything(description_of(layers()))
+    assert everything(description_of(layers())) == everything(description_of(layers()))

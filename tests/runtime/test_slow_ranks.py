@@ -14,7 +14,7 @@ from torch.distributed import HashStore
 
 import penstock as ps
 from penstock.ranks.clock import EventClock, HostClock
-from penstock.runtime.slow_ranks import BusyTimes, SlowRanks, busy_seconds
+from penstock.runtime.slow_ranks import BusyTimes, SlowRanks, busy_seconds, planned_seconds
 from penstock.schedule.op import Op
 
 HOSTS = ["a", "b"]
@@ -198,3 +198,143 @@ def test_a_rank_that_slows_down_in_a_run_is_named():
     assert any("rank 1" in line and "times as long as before" in line for line in first)
     assert second == []
     assert not any(threads + more_threads)
+
+
+def line_after(slow_ranks, *windows):
+    """Return what is said after the last of some windows."""
+    for seconds in windows:
+        line = slow_ranks.compare(seconds)
+    return line
+
+
+@pytest.mark.parametrize(
+    ("usual_s", "slow_s", "is_slow"),
+    [
+        (0.100, 0.129, False),
+        (0.100, 0.131, True),
+        # Differences below 1 ms are noise, whatever the ratio.
+        (0.001, 0.0019, False),
+        (0.001, 0.0021, True),
+    ],
+)
+def test_a_rank_is_slower_than_before_by_a_ratio_and_by_more_than_noise(usual_s, slow_s, is_slow):
+    """Its best time counts, not the last one: it may become slower in small steps."""
+    slow_ranks = SlowRanks([0.0], HOSTS)
+    between = {0: usual_s * 1.1}
+    line = line_after(slow_ranks, {0: usual_s}, between, {0: slow_s}, {0: slow_s})
+    assert (line is not None) == is_slow
+    better = SlowRanks([0.0], HOSTS)
+    assert line_after(better, {0: slow_s}, {0: usual_s}, {0: usual_s}) is None
+
+
+@pytest.mark.parametrize(
+    ("planned_s", "seconds", "is_slow"),
+    [
+        ([0.1, 0.1], {0: 0.1, 1: 0.149}, False),
+        ([0.1, 0.1], {0: 0.1, 1: 0.151}, True),
+        ([0.1, 0.2], {0: 0.1, 1: 0.2}, False),
+        ([0.001, 0.001], {0: 0.001, 1: 0.0019}, False),
+        ([0.001, 0.001], {0: 0.001, 1: 0.0021}, True),
+        # Of a rank whose time is not planned, or is not known yet, nothing can be said.
+        ([0.1, 0.0], {0: 0.1, 1: 9.0}, False),
+        ([0.0, 0.0], {0: 0.1, 1: 9.0}, False),
+        ([0.1, 0.1], {1: 9.0}, False),
+        ([0.1, 0.1], {0: 0.0, 1: 9.0}, False),
+    ],
+)
+def test_a_rank_is_slower_than_planned_by_a_ratio_and_by_more_than_noise(
+    planned_s, seconds, is_slow
+):
+    """Relative to the rank that is nearest to its plan."""
+    line = line_after(SlowRanks(planned_s, HOSTS), seconds, seconds)
+    assert (line is not None) == is_slow
+    if is_slow:
+        assert line.startswith("slow: rank 1 (b) computes")
+        assert "as long as planned, relative to the other ranks" in line
+
+
+def test_all_slow_ranks_are_in_one_line_with_the_newer_reason_first():
+    """A rank that has become slower is slower than planned, too."""
+    slow_ranks = SlowRanks([0.1, 0.1, 0.1], ["a", "b", "c"])
+    usual = {0: 0.1, 1: 0.1, 2: 0.1}
+    slow = {0: 0.1, 1: 0.2, 2: 0.4}
+    assert line_after(slow_ranks, usual, slow, slow) == (
+        "slow: rank 1 (b) computes 2.0 times as long as before, 200 ms a step; "
+        "rank 2 (c) computes 4.0 times as long as before, 400 ms a step"
+    )
+    assert line_after(slow_ranks, slow) is None
+    only_one = {0: 0.1, 1: 0.1, 2: 0.4}
+    assert line_after(slow_ranks, only_one, only_one) == (
+        "slow: rank 2 (c) computes 4.0 times as long as before, 400 ms a step"
+    )
+
+
+def busy_times(rank):
+    """Return the busy times of a rank with a store of its own."""
+    exchange = SimpleNamespace(store=HashStore(), rank=rank, size=3, hosts=["a", "b", "c"])
+    schedule = ps.schedule("1f1b", 3, 2)
+    return BusyTimes(exchange, SimpleNamespace(planned_busy_s={}, schedule=schedule)), exchange
+
+
+def test_rank_0_compares_the_medians_that_are_there(caplog):
+    """A rank that has none yet is left out; the others only publish."""
+    times, exchange = busy_times(0)
+    compared = []
+    times._slow_ranks.compare = lambda seconds: compared.append(seconds) or "a line"
+    exchange.store.set("busy/2", "0.5")
+    with caplog.at_level(logging.WARNING, "penstock"):
+        times._publish(0.25)
+        times._slow_ranks.compare = compared.append
+        times._publish(0.75)
+    assert compared == [{0: 0.25, 2: 0.5}, {0: 0.75, 2: 0.5}]
+    assert caplog.messages == ["a line"]
+    other, exchange = busy_times(1)
+    other._slow_ranks.compare = None
+    other._publish(0.25)
+    assert exchange.store.get("busy/1") == b"0.25"
+
+
+def test_a_thread_ends_with_the_store_and_a_later_one_begins_after_closing():
+    """Threads of pipelines that are closed do not pile up."""
+    times, _ = busy_times(1)
+    published = []
+    times._publish = published.append
+    times.close()
+    times._enqueue(1.0)
+    first = times._thread
+    times._enqueue(2.0)
+    assert times._thread is first
+    times.close()
+    first.join(HANG_S)
+    times._enqueue(3.0)
+    second = times._thread
+    assert second is not first
+
+    def fail(median_s):
+        raise RuntimeError("the store is gone")
+
+    times.close()
+    second.join(HANG_S)
+    assert published == [1.0, 2.0, 3.0]
+    times._publish = fail
+    times._enqueue(4.0)
+    times._thread.join(HANG_S)
+    assert not times._thread.is_alive()
+
+
+def test_threads_of_one_process_are_not_compared():
+    """They share its cores."""
+    times = BusyTimes(None, SimpleNamespace(planned_busy_s={}, schedule=ps.schedule("1f1b", 2, 2)))
+    times.step({})
+    times.close()
+    assert times._pending is None
+
+
+def test_planned_times_go_with_the_programs_of_the_ranks():
+    """Programs may have been moved to other ranks since the plan."""
+    schedule = ps.schedule("1f1b", 2, 2)
+    first, second = schedule.programs
+    setting = SimpleNamespace(schedule=schedule, planned_busy_s={second: 0.5})
+    assert planned_seconds(setting) == [0.0, 0.5]
+    setting.planned_busy_s[first] = 0.25
+    assert planned_seconds(setting) == [0.25, 0.5]

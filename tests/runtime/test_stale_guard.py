@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import random
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -39,6 +40,8 @@ def test_the_message_names_call_rank_and_up_to_three_layers_once(names, figures)
         guard.check("reading")
     assert str(caught.value).startswith("reading of the model on rank 1 would")
     assert figures in str(caught.value)
+    for method in ("model_state()", "state_dict()", "forward(x)", "load_into(model)", "ema()"):
+        assert f"pipe.{method}" in str(caught.value)
 
 
 def test_a_stale_model_refuses_every_way_of_reading_it():
@@ -237,3 +240,79 @@ def test_a_traced_model_is_guarded_as_a_whole(whole):
     copied = copy.deepcopy(root)
     assert refuses(copied.state_dict)
     assert not refuses(lambda: modules[1](torch.ones(1, 2)))
+
+
+class Scale(nn.Linear):
+    """A layer that is called with keywords."""
+
+    def forward(self, x, *, factor=1):
+        """Multiply, too."""
+        return factor * super().forward(x)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_guarded_module_runs_with_all_its_arguments_and_hooks(compiled):
+    """Also one that a compiler has replaced; after the release it runs as before."""
+    module = Scale(2, 2)
+    calls = []
+    module.register_forward_hook(lambda *args: calls.append("hook"))
+    if compiled:
+        vars(module)["_compiled_call_impl"] = lambda *args, **options: (args, options)
+    x = torch.ones(1, 2)
+    guard = Guard(0, 2, {0: "a"})
+    guard.watch([], [module], copies=False)
+    expected = ((x,), {"factor": 3}) if compiled else 3 * (module.weight.sum(1) + module.bias)
+    for _ in range(2):
+        output = module(x, factor=3)
+        assert output == expected if compiled else torch.allclose(output[0], expected)
+        guard.release()
+    assert calls == ([] if compiled else ["hook"] * 2)
+
+
+def test_a_guard_can_be_installed_again_after_its_release():
+    """Nothing of the earlier installation is left."""
+    model, guard = guarded()
+    guard.release()
+    guard.release()
+    guard.watch([model], [model[1]], copies=False)
+    guard.stale = True
+    with pytest.raises(RunError):
+        model.state_dict()
+    guard.release()
+    assert not model._state_dict_pre_hooks
+    model(torch.ones(1, 2))
+
+
+def test_a_module_that_is_gone_is_released_without_an_error():
+    """A guard does not keep the user's modules alive."""
+    module = nn.Linear(2, 2)
+    guard = Guard(0, 2, {0: "a"})
+    guard.watch([], [module], copies=False)
+    alive = weakref.ref(module)
+    del module
+    assert alive() is None
+    guard.release()
+
+
+def test_a_module_that_runs_here_stays_usable_with_a_layer_of_another_rank_in_it():
+    """The layer is in two places, of which this process trains one."""
+    shared = nn.Linear(2, 2)
+    block = nn.Sequential(shared, nn.Tanh())
+    guard = guard_model(Chain([block, shared], [block, shared]), {0}, 0)
+    guard.mark()
+    block(torch.ones(1, 2))
+    block.state_dict()
+    copy.deepcopy(block)
+    shared(torch.ones(1, 2))
+
+
+def test_a_stale_list_of_layers_is_not_copied():
+    """The copy would have the values from before the training without a sign of it."""
+    modules = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    root = nn.ModuleList(modules)
+    guard = guard_model(Chain(modules, [root]), {0}, 0)
+    copy.deepcopy(root)
+    guard.mark()
+    assert refuses(lambda: copy.deepcopy(root))
+    assert refuses(lambda: pickle.dumps(root))
+    copy.deepcopy(modules[0])

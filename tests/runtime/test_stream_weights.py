@@ -70,6 +70,8 @@ def test_every_stage_has_a_rule_with_its_own_uses_and_the_runs_options(rules):
         assert list(by_stage) == [rank]
         site = by_stage[rank].site
         assert site.stage == rank
+        assert site.rule is setting.rule
+        assert (site.pipelines, site.waves) == (1, None)
         assert site.update is assembly.interpreters[rank].stages[rank].update
         assert site.exchange is None
         assert site.staleness == reference.staleness(rank)
@@ -109,6 +111,7 @@ def scripted(by_rank, holders, wave_stages=()):
 
     def gather(rows, forms):
         gathers.append(forms)
+        assert {row.dtype for (row,) in rows.values()} == {torch.int64}
         return rows
 
     def broadcast(value, source, form):
@@ -179,3 +182,36 @@ def test_any_rule_may_have_more_optimizers():
         for rule in rules:
             rule.more_optimizers = lambda has=rule is chosen: [object()] * has
         assert weights.has_more_optimizers() == (chosen is not None)
+
+
+def test_a_rule_gets_the_options_of_the_run_and_defaults_for_the_others(rules):
+    """Of the rule's own names."""
+    options = {"warm_up": 3}
+    assembly = assembly_of(
+        "pipedream", (1, 1), micro_batches=1, weights="pipemare", weights_options=options
+    )
+    rule = assembly.setting.rule
+    assert rule.with_defaults({}) != rule.with_defaults(options)
+    assert [made.site.options for made in rules] == [rule.with_defaults(options)] * 2
+
+
+def test_copies_that_average_after_waves_exchange_with_those_of_their_stage(rules):
+    """Pipelines that take turns on one rank exchange nothing."""
+    assembly = assembly_of("hetpipe", (1, 1), micro_batches=1)
+    stream = assembly.setting.schedule.stream
+    assert stream.waves is not None
+    for rank, stages in assembly.wave_replicas.items():
+        for index, group in stages.items():
+            (site,) = [
+                made.site
+                for made in rules
+                if made.site.update is assembly.interpreters[rank].stages[index].update
+            ]
+            assert site.waves is stream.waves
+            assert site.pipelines == stream.pipelines
+            assert site.exchange.replica is group
+    turns = assembly_of("avgpipe", (1, 1), micro_batches=1)
+    stream = turns.setting.schedule.stream
+    sites = [made.site for made in rules[-2:]]
+    assert [(site.pipelines, site.exchange) for site in sites] == [(stream.pipelines, None)] * 2
+    assert stream.pipelines > 1

@@ -11,6 +11,7 @@ from torch import nn
 
 import penstock as ps
 from penstock.errors import RunError, StageFailed
+from penstock.runtime import streaming
 from penstock.runtime.interpreter import Interpreter
 from penstock.runtime.player import make_stream
 from penstock.schedule.op import Kind
@@ -75,12 +76,15 @@ def test_a_stream_never_holds_more_marks_or_batches_than_it_needs():
         (stream,) = [pipe._stream]
         held.append(
             (
-                max(len(interpreter.marks) for interpreter in pipe._assembly.interpreters.values()),
+                max(len(interpreter.marks) for interpreter in stream.interpreters.values()),
                 len(stream._in_flight._batches),
+                max(len(rank.transfers._sent) for rank in stream.interpreters.values()),
             )
         )
-    assert max(marks for marks, _ in held) <= 60
-    assert max(count for _, count in held) <= 3
+    most_marks, most_batches, most_messages = map(max, zip(*held, strict=True))
+    assert most_marks <= 60
+    assert most_batches <= 3
+    assert most_messages <= 60
 
 
 def test_the_timeline_has_the_last_completed_batches_numbered_from_0():
@@ -361,11 +365,133 @@ def test_the_batches_of_a_warm_up_are_completed_one_by_one(warm_up):
     assert drained == [step < warm_up for step in range(4)]
 
 
-@pytest.mark.parametrize("balance", [(3, 3), (2, 1, 1, 2)])
-def test_all_times_of_the_window_are_there_after_every_batch(balance):
+@pytest.mark.parametrize(
+    ("schedule", "balance"),
+    [
+        ("pipedream", (3, 3)),
+        ("pipedream", (2, 1, 1, 2)),
+        # Its ops repeat only every few batches.
+        ("hetpipe", (2, 2, 2)),
+    ],
+)
+def test_all_times_of_the_window_are_there_after_every_batch(schedule, balance):
     """The last stages are ahead of the first ones with the batches that they have completed."""
-    pipe = pipeline(balance=balance)
-    for _ in pipe.train(batches(24)):
-        for rank, ops in pipe._stream.window().items():
+    pipe = pipeline(schedule, balance=balance, micro_batches=1)
+    for number, _ in enumerate(pipe.train(batches(24)), 1):
+        window = pipe._stream.window()
+        ops = [op for rows in window.values() for op, _ in rows if op.stage == len(balance) - 1]
+        forwards = sum(op.kind is Kind.F for op in ops)
+        assert forwards >= min(number, pipe._stream.schedule.batches)
+        for rank, rows in window.items():
             marks = pipe._assembly.interpreters[rank].marks
-            assert all(op in marks for _, op in ops), rank
+            assert all(op in marks for _, op in rows), rank
+
+
+def test_emptying_a_stream_drops_the_losses_that_have_not_come(monkeypatch):
+    """Those of a failed batch would be taken for the losses of the batches after it."""
+    pipe = pipeline()
+    stream = stream_of(pipe)
+    calls = []
+    monkeypatch.setattr(stream._losses, "clear", lambda: calls.append("losses"))
+    monkeypatch.setattr(Interpreter, "forget", lambda self: calls.append(self.rank))
+    feed_one(pipe)
+    stream.empty()
+    assert sorted(calls, key=str) == [0, 1, 2, "losses"]
+    assert stream._drained
+    assert not stream.ready
+
+
+@pytest.mark.parametrize("part", ["feed", "flush"])
+def test_a_stream_that_fails_anywhere_is_over_until_it_is_emptied(part, monkeypatch):
+    """Its stages have had different updates."""
+    pipe = pipeline()
+    stream = stream_of(pipe)
+    feed_one(pipe)
+
+    def fail(job):
+        raise RuntimeError("planted")
+
+    run = stream.world.run
+    monkeypatch.setattr(stream.world, "run", fail)
+    with pytest.raises(RuntimeError, match="planted"):
+        feed_one(pipe) if part == "feed" else stream.flush()
+    monkeypatch.setattr(stream.world, "run", run)
+    for call in (stream.flush, lambda: stream.feed(None)):
+        with pytest.raises(RunError, match="cannot go on after a batch that failed"):
+            call()
+    stream.empty()
+    stream.weights.restart()
+    assert len(list(pipe.train(batches(4)))) == 4
+    assert pipe.timeline().ranks == 3
+
+
+def test_a_flush_brings_every_stage_to_its_newest_version_and_copies_to_one():
+    """First the versions of a rank, then the average over copies, then its sends."""
+    pipe = pipeline("hetpipe")
+    feed_one(pipe)
+    stream = pipe._stream
+    log = []
+    for rank, by_stage in stream.weights.by_rank.items():
+        for weights in by_stage.values():
+            weights.drain = lambda rank=rank: log.append((rank, "drain"))
+        for group in stream.assembly.wave_replicas[rank].values():
+            group.share_weights = lambda rank=rank: log.append((rank, "share"))
+        interpreter = stream.interpreters[rank]
+        interpreter.finish = lambda rank=rank: log.append((rank, "finish"))
+    stream.flush()
+    for rank in stream.interpreters:
+        stages = len(stream.interpreters[rank].stages)
+        names = [name for other, name in log if other == rank]
+        assert names == ["drain"] * stages + ["share"] * stages + ["finish"]
+
+
+def test_times_and_memory_are_those_since_the_pipeline_was_filled_again():
+    """A batch that was evaluated in between, or an earlier epoch, is no part of them."""
+    pipe = pipeline()
+    list(pipe.train(batches(9)))
+    interpreters = pipe._assembly.interpreters
+    for interpreter in interpreters.values():
+        interpreter.activation_meter.take(10**6)
+        interpreter.activation_meter.give(10**6)
+    list(pipe.train(batches(2)))
+    for interpreter in interpreters.values():
+        assert interpreter.activation_meter.peak < 10**6
+        assert {op.micro_batch for op in interpreter.marks if op.kind is not Kind.U} == {0, 1}
+
+
+def test_emptying_a_stream_completes_the_batches_in_flight():
+    """Their updates are part of the weights, as after a flush."""
+    pipe, other = pipeline(), pipeline()
+    for _ in range(2):
+        feed_one(pipe)
+        feed_one(other)
+    pipe._stream.empty()
+    other.flush()
+    for name, value in other.state_dict().items():
+        assert torch.equal(pipe.state_dict()[name], value)
+
+
+def test_losses_of_a_batch_are_expected_before_any_rank_runs(monkeypatch):
+    """Other processes may send them at once."""
+    pipe = pipeline()
+    stream = stream_of(pipe)
+    log = []
+    run = stream.world.run
+    monkeypatch.setattr(stream._losses, "expect", lambda *args: log.append(args))
+    monkeypatch.setattr(stream.world, "run", lambda job: log.append("run") or run(job))
+    x, y = batches(1)[0]
+    for number in range(2):
+        batch = pipe._batch(x, y, training=True, call="train_batch")
+        stream.feed(batch)
+        assert log[-2:] == [(number, batch), "run"]
+
+
+def test_losses_on_devices_are_exchanged_there(monkeypatch):
+    """For the schedule of one period."""
+    pipe = pipeline()
+    monkeypatch.setattr(streaming, "device_losses", lambda world: "on devices")
+    monkeypatch.setattr(streaming, "DeviceStreamLosses", lambda *args: args)
+    stream = make_stream(pipe._assembly)
+    losses, schedule = stream._losses
+    assert losses == "on devices"
+    assert schedule.batches == stream.increments.period.batches

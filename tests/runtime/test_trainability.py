@@ -32,15 +32,15 @@ class Counter:
 
 class Ranks:
     """Two stages of a model of three parameters on this process: "a" and "t" in stage 0, "b" and
-    "t" in stage 1, which is tied and has a copy per stage; "r" is on another process.
+    "t" in stage 1, which is tied and has a copy per stage; "r" and "s" are on another process.
     """
 
     def __init__(self, *, stream=False, steps=True, frozen=()):
-        trains = {name: name not in frozen for name in "abtr"}
+        trains = {name: name not in frozen for name in "abtrs"}
         self.stage_parameters = [
             {parameter(trains=trains[name]): name for name in names} for names in ("at", "bt")
         ]
-        self.model = {name: parameter(trains=trains[name]) for name in "abtr"}
+        self.model = {name: parameter(trains=trains[name]) for name in "abtrs"}
         self.stages = [
             SimpleNamespace(
                 names=names, update=Counter(parameters=[p for p in names if p.requires_grad])
@@ -152,6 +152,7 @@ def test_parameters_of_other_processes_count_as_changes_and_change_nothing_here(
     ranks.trainability.check()
     assert ranks.trainability.epoch == 1
     assert len(ranks.unshared) == 1
+    assert ranks.model["s"].requires_grad, "another one, which nothing has changed"
 
 
 @pytest.mark.parametrize("name", ["b", "r"])
@@ -159,10 +160,14 @@ def test_a_stream_refuses_to_train_what_it_has_no_versions_of(name):
     """By all processes alike: also what another one holds."""
     ranks = Ranks(stream=True, frozen=[name])
     ranks.model[name].requires_grad_(True)
-    with pytest.raises(SettingError, match=f"^{name} had requires_grad=False when the pipeline"):
-        ranks.trainability.check()
+    for _ in range(2):  # the caller may try the next batch
+        with pytest.raises(SettingError, match=f"^{name} had requires_grad=False when the pip"):
+            ranks.trainability.check()
+        assert (ranks.trainability.epoch, ranks.global_step.epoch) == (0, 0)
+        assert ranks.refreshed() == [0] * 5
+    ranks.model[name].requires_grad_(False)
+    ranks.trainability.check()
     assert ranks.trainability.epoch == 0
-    assert ranks.refreshed() == [0] * 5
 
 
 @pytest.mark.parametrize("name", ["b", "r"])
@@ -190,3 +195,43 @@ def test_a_refusal_names_three_parameters():
     many.trainability._check_stream([])
     with pytest.raises(SettingError, match=r"^a, b, c, \.\.\. had requires_grad=False"):
         many.trainability._check_stream(list("abcd"))
+
+
+def test_a_change_that_shared_layers_refuse_is_refused_again():
+    """Nothing has been applied; without the change, training goes on."""
+    for name in "ar":
+        ranks = Ranks()
+
+        def refuse(what, remedy):
+            raise SettingError(f"{what}: {remedy}")
+
+        ranks.assembly.check_unshared = refuse
+        ranks.model[name].requires_grad_(False)
+        for _ in range(2):
+            with pytest.raises(SettingError, match=r"^to freeze or thaw parameters: set requires_"):
+                ranks.trainability.check()
+        assert ranks.flags("b") == [True] * 2
+        assert (ranks.trainability.epoch, ranks.refreshed()) == (0, [0] * 5)
+        ranks.model[name].requires_grad_(True)
+        ranks.trainability.check()
+        assert ranks.trainability.epoch == 0
+
+
+def test_several_changes_between_two_batches_are_one():
+    """Of stages here and of other processes, in both directions."""
+    ranks = Ranks(frozen=["b"])
+    ranks.model["a"].requires_grad_(False)
+    ranks.model["b"].requires_grad_(True)
+    ranks.model["r"].requires_grad_(False)
+    ranks.trainability.check()
+    assert (ranks.flags("a"), ranks.flags("b"), ranks.flags("t")) == (
+        [False] * 2,
+        [True] * 2,
+        [True] * 3,
+    )
+    assert ranks.trainability.epoch == 1
+    assert ranks.global_step.trained == {"b"}
+    assert ranks.refreshed() == [1] * 5
+    assert len(ranks.unshared) == 1
+    ranks.trainability.check()
+    assert ranks.trainability.epoch == 1

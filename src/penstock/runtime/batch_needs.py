@@ -107,7 +107,7 @@ class BatchNeeds:
 def needs_of(assembly: Assembly) -> BatchNeeds:
     """Return what the ranks of this process need of a batch."""
     schedule = assembly.setting.schedule
-    all_numbers = frozenset({number for _, number in schedule.placement})
+    all_numbers = _numbers_of_batch(schedule)
     last = len(assembly.setting.lengths) - 1
     is_traced = assembly.traced.variants is not None
     inputs: frozenset[int] = frozenset()
@@ -124,11 +124,19 @@ def needs_of(assembly: Assembly) -> BatchNeeds:
     return BatchNeeds(SampleNeeds(inputs, schedule), SampleNeeds(targets, schedule))
 
 
+def _numbers_of_batch(schedule: Schedule) -> frozenset[int]:
+    """Return all micro-batches or slices of a batch."""
+    if schedule.stream is not None:
+        # Its programs have several batches, whose micro-batches are numbered on.
+        return frozenset(range(schedule.micro_batches))
+    return frozenset(number for _, number in schedule.placement)
+
+
 def _numbers_of(schedule: Schedule, stage: int, rank: int) -> frozenset[int]:
     """Return the micro-batches or slices that a rank runs on a stage."""
     if schedule.stream is not None:
         # Later batches of a stream may be on other replicas.
-        return frozenset({number for _, number in schedule.placement})
+        return _numbers_of_batch(schedule)
     return frozenset(
         number
         for (placed, number), runner in schedule.placement.items()

@@ -169,6 +169,9 @@ def test_one_of_the_processes_that_share_layers_writes(saving, log, writes):
     """The others only take part in gathering."""
     saved = persistence_of(log, parallelism=SimpleNamespace(writes=writes))
     assert saved.begin_save(1, 0, target()) == ("job" if writes else "gathered")
+    name, writer, world, *_ = log[-2]
+    assert (name, world) == ("job" if writes else "gathered", "the world")
+    assert writer[0] == target().folder
 
 
 def scripted_stream(log):

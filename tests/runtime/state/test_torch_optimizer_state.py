@@ -285,7 +285,9 @@ def single(groups, *, shapes=((2,), (3,))):
     """Return the assembly of one rank with a stage, whose optimizer has these groups of names."""
     parameters = {f"w{n}": nn.Parameter(torch.ones(shape)) for n, shape in enumerate(shapes)}
     optimizer = adam([{"params": [parameters[name] for name in row]} for row in groups])
-    stage = SimpleNamespace(index=0, update=SimpleNamespace(optimizer=optimizer))
+    update = SimpleNamespace(optimizer=optimizer, candidates=list(parameters.values()))
+    layers = [SimpleNamespace(name="", module=nn.ParameterDict(parameters))]
+    stage = SimpleNamespace(index=0, update=update, layers=layers)
     tensors = [SimpleNamespace(name=n, shape=tuple(p.shape)) for n, p in parameters.items()]
     return SimpleNamespace(
         world=ScriptedWorld(Processes(1), (0,), 1),
@@ -293,6 +295,7 @@ def single(groups, *, shapes=((2,), (3,))):
         placed=SimpleNamespace(at_home=[stage], home=(0,)),
         traced=SimpleNamespace(
             parameter_names=lambda: list(parameters),
+            first_name=lambda name: name,
             description=SimpleNamespace(tensors=tensors),
         ),
         names=lambda stage: {parameter: name for name, parameter in parameters.items()},
@@ -402,3 +405,45 @@ def test_without_any_trained_parameter_the_state_is_empty():
         optimizers=lambda: [stand_in],
     )
     assert plain_state.collect(assembly) == {"state": {}, "param_groups": []}
+
+
+def test_options_that_are_tensors_are_copied_in_both_directions():
+    """A caller that changes a learning rate of the state does not change the pipeline's."""
+    assembly = single([["w0"], ["w1"]])
+    (optimizer,) = assembly.optimizers()
+    for group in optimizer.param_groups:
+        group["lr"] = torch.tensor(0.5)
+    state = plain_state.collect(assembly)
+    state["param_groups"][1]["lr"].fill_(7)
+    assert [float(group["lr"]) for group in optimizer.param_groups] == [0.5, 0.5]
+    plain_state.restore(assembly, state)
+    assert [float(group["lr"]) for group in optimizer.param_groups] == [0.5, 7.0]
+    state["param_groups"][0]["lr"].fill_(9)
+    assert [float(group["lr"]) for group in optimizer.param_groups] == [0.5, 7.0]
+
+
+def test_a_rank_whose_stages_have_no_parameters_gets_the_options():
+    """It must know the learning rate, such as for a scheduler."""
+    assembly = single([["w0", "w1"]])
+    stand_in = adam([{"params": [nn.Parameter(torch.ones(1))]}])
+    empty = SimpleNamespace(index=1, update=SimpleNamespace(optimizer=None))
+    assembly.stages.append(empty)
+    optimizers = [*assembly.optimizers(), stand_in]
+    assembly.optimizers = lambda: optimizers
+    state = state_for([[0, 1]], {})
+    state["param_groups"][0]["lr"] = 0.125
+    plain_state.restore(assembly, state)
+    assert [optimizer.param_groups[0]["lr"] for optimizer in optimizers] == [0.125, 0.125]
+    assert len(stand_in.param_groups[0]["params"]) == 1
+    assert not stand_in.state
+    assert len(optimizers[0].param_groups[0]["params"]) == 2
+
+
+def test_options_without_a_plain_value_are_not_compared():
+    """Such as the hooks of a fused optimizer: they have no form that ranks can exchange."""
+    assembly = single([["w0"], ["w1"]])
+    for group in assembly.optimizers()[0].param_groups:
+        group["hook"], group["nothing"] = object(), None
+    groups = plain_state.collect(assembly)["param_groups"]
+    assert [group["params"] for group in groups] == [[0], [1]]
+    assert groups[0].keys() == assembly.optimizers()[0].param_groups[0].keys()

@@ -181,3 +181,80 @@ def test_buffers_of_a_state_are_loaded_and_those_that_it_lacks_stay():
     state["module.3.running_mean"] = torch.ones(2)
     with pytest.raises(SettingError, match=r"has shape \(2,\) for module\.3\.running_mean"):
         average.load_state_dict(state)
+
+
+@pytest.mark.parametrize("count", [0, 5])
+def test_the_average_of_a_checkpoint_goes_on_from_its_number_of_updates(count):
+    """Of all stages; at 0 the next update takes the weights as they are."""
+    model = tied_model()
+    pipe = pipeline(model)
+    average = pipe.ema(None)
+    average.update()
+    before = {name: tensor.clone() for name, tensor in average.model_state().items()}
+    pipe.train_batch(X, Y)
+    average.restart(count)
+    assert average.n_averaged == count
+    average.update()
+    assert average.n_averaged == count + 1
+    current, state = pipe.state_dict(), average.model_state()
+    for name in ("0.weight", "2.bias", "3.weight"):
+        mean = before[name] + (current[name] - before[name]) / (count + 1)
+        torch.testing.assert_close(state[name], mean)
+
+
+def test_averaged_tensors_of_a_stage_are_live_and_have_the_names_of_the_model():
+    """Checkpoints write and read them stage by stage."""
+    pipe = pipeline(tied_model())
+    average = pipe.ema(0.5)
+    average.update()
+    first, second = pipe._assembly.stages
+    assert {"0.weight", "0.bias"} <= average.averaged(first).keys()
+    assert {"2.weight", "2.bias", "3.running_mean"} <= average.averaged(second).keys()
+    with torch.no_grad():
+        for tensor in average.averaged(second).values():
+            tensor.fill_(3)
+    state = average.model_state()
+    assert (state["2.bias"] == 3).all()
+    assert not (state["0.bias"] == 3).any()
+
+
+def test_a_state_that_is_refused_changes_nothing():
+    """Of no stage, and not the number of updates."""
+    pipe = pipeline(tied_model())
+    average = pipe.ema(0.5)
+    average.update()
+    before = {name: tensor.clone() for name, tensor in average.state_dict().items()}
+    state = {name: tensor + 1 for name, tensor in before.items()}
+    del state["module.3.weight"]
+    with pytest.raises(SettingError, match=r"has no module\.3\.weight, which has shape \(4,\)"):
+        average.load_state_dict(state)
+    assert same(average.state_dict(), before)
+
+
+def test_weights_come_back_after_an_error_in_the_block():
+    """And are the pipeline's own tensors again, with their gradients."""
+    pipe = pipeline(tied_model())
+    average = pipe.ema(0.5)
+    average.update()
+    pipe.train_batch(X, Y)
+    before, tensors = pipe.state_dict(), list(pipe.parameters())
+    with pytest.raises(ValueError, match="planted"), average.applied():
+        raise ValueError("planted")
+    assert same(pipe.state_dict(), before)
+    assert all(one is other for one, other in zip(pipe.parameters(), tensors, strict=True))
+
+
+@pytest.mark.parametrize("decay", [0.0, 1.0])
+def test_decays_at_the_ends_of_the_range_are_allowed(decay):
+    """The last weights, or the first ones."""
+    pipe = pipeline(tied_model())
+    average = pipe.ema(decay)
+    average.update()
+    first = pipe.state_dict()
+    pipe.train_batch(X, Y)
+    average.update()
+    expected = first if decay else pipe.state_dict()
+    assert torch.equal(average.model_state()["0.weight"], expected["0.weight"])
+    for wrong in (-0.1, 1.1):
+        with pytest.raises(SettingError, match=f"not {wrong}"):
+            pipe.ema(wrong)

@@ -1,0 +1,304 @@
+"""Which parts of a pipeline its methods call, and in which order."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tests.runtime.test_pipeline_training import data, plain_layers, threads
+from torch import nn
+
+import penstock as ps
+from penstock.errors import RunError, SettingError
+from penstock.runtime import pipeline as module
+from penstock.schedule.op import Kind
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+def test_every_call_of_all_ranks_is_announced_under_its_name(schedule, tmp_path):
+    """Ranks in processes compare these names, so that a call that one of them leaves out is an
+    error and not a rank that waits.
+    """
+    pipe = threads(plain_layers(), [2, 1], schedule=schedule, micro_batches=1)
+    x, y = data(0)
+    pipe.train_batch(x, y)
+    log = []
+    calls = pipe._world.calls
+    calls.enter = log.append
+    calls.begin = lambda batch, x, y, call: log.append(call) or batch
+    calls.check_loader = lambda loader: log.append(("loader", loader))
+    streams = schedule == "pipedream"
+    average, batches, state = pipe.ema(), [(x, y), (x, y)], plain_layers().state_dict()
+    average.update()
+    average_state = average.state_dict()
+    for expected, call in (
+        (["train_batch", *["flush"] * streams], lambda: pipe.train_batch(x, y)),
+        (["update"], pipe.update),
+        (["zero_grad"], pipe.zero_grad),
+        (["flush"], pipe.flush),
+        (["eval_batch"], lambda: pipe.eval_batch(x, y)),
+        (["forward"], lambda: pipe.forward(x)),
+        (["compare_with_one_device"], lambda: pipe.compare_with_one_device(x, y)),
+        (["state_dict"], pipe.state_dict),
+        (["model_state"], pipe.model_state),
+        (["load_into"], lambda: pipe.load_into(plain_layers())),
+        (["load_state_dict"], lambda: pipe.load_state_dict(state)),
+        (["save"], lambda: pipe.save(tmp_path / schedule)),
+        (["load"], lambda: pipe.load(tmp_path / schedule)),
+        (["timeline"], pipe.timeline),
+        (["scheduler"], lambda: pipe.scheduler(lambda o: torch.optim.lr_scheduler.StepLR(o, 1))),
+        (["ema"], pipe.ema),
+        (["ema.update"], average.update),
+        (["ema.applied", "state_dict"], average.state_dict),
+        (["ema.applied", "model_state"], average.model_state),
+        (["ema.load_state_dict"], lambda: average.load_state_dict(average_state)),
+        (
+            [("loader", batches), "train_batch", "train_batch", "the end of train()", "flush"],
+            lambda: list(pipe.train(batches)),
+        ),
+    ):
+        log.clear()
+        call()
+        assert log == expected
+    if not streams:
+        log.clear()
+        pipe.train_batch(x, y, update=False)
+        assert log == ["train_batch without an update"]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+def test_calls_that_change_weights_mark_the_users_model_as_stale(schedule, tmp_path):
+    """Before they change any, since a failure may come in between."""
+    pipe = threads(plain_layers(), [2, 1], schedule=schedule, micro_batches=1)
+    marks = []
+    pipe._guard = SimpleNamespace(mark=lambda: marks.append(pipe.step), stale=True)
+    x, y = data(0)
+    pipe.train_batch(x, y)
+    pipe.save(tmp_path)
+    for changes, call in (
+        (True, lambda: pipe.train_batch(x, y)),
+        (True, lambda: list(pipe.train([(x, y)]))),
+        (True, lambda: pipe.load_state_dict(pipe.state_dict())),
+        (True, lambda: pipe.load(tmp_path)),
+        (True, lambda: pipe.load(tmp_path / "nowhere")),
+        (False, lambda: pipe.eval_batch(x, y)),
+        (False, lambda: pipe.forward(x)),
+        (False, pipe.state_dict),
+        (False, pipe.zero_grad),
+    ):
+        marks.clear()
+        step = pipe.step
+        with suppress(ps.PenstockError):
+            call()
+        assert marks == [step] * changes
+
+
+def test_closing_ends_everything_and_reports_what_no_batch_has_read():
+    """A check on a device is deferred to the next batch, and there is none."""
+    pipe = threads(plain_layers(), [2, 1])
+    log = []
+    pipe._busy_times = SimpleNamespace(close=lambda: log.append("times"))
+    pipe._world.close = lambda: log.append("world")
+
+    def fail():
+        raise RunError("the gradients were not finite")
+
+    pipe._guard = SimpleNamespace(stale=False, release=lambda: log.append("guard"))
+    pipe._assembly.stages[1].read_checks = fail
+    with pytest.raises(RunError, match="not finite"):
+        pipe.close()
+    assert log == ["guard", "times", "world"]
+    pipe._guard.stale = True
+    log.clear()
+    with pytest.raises(RunError, match="not finite"):
+        pipe.close()
+    assert log == ["times", "world"], "a model that is stale stays guarded"
+
+
+def test_a_pipeline_is_constructed_in_the_order_in_which_ranks_can_compare(monkeypatch):
+    """Settings before links, optimizers before weights are sent: ranks with different ones would
+    wait for messages that never come.
+    """
+    log = []
+    names = (
+        "next_settings_exchange",
+        "place_on_hosts",
+        "compare_settings",
+        "world_of",
+        "assemble",
+        "compare_optimizers",
+        "guard_for",
+    )
+
+    def recorded(name):
+        function = getattr(module, name)
+
+        def call(*args, **options):
+            log.append((name, args, options))
+            return function(*args, **options)
+
+        return call
+
+    for name in names:
+        monkeypatch.setattr(module, name, recorded(name))
+    share = module.Pipeline._begin
+    monkeypatch.setattr(
+        module.Pipeline, "_begin", lambda self, *args: log.append(("begin",)) or share(self, *args)
+    )
+    model = plain_layers()
+    pipe = threads(model, [2, 1], seed=5, check_data=False, accumulate=3)
+    assert [entry[0] for entry in log] == [*names, "begin"]
+    _, (exchange, chain, setting, training), options = log[2]
+    assert (exchange, options) == (None, {"check_data": False})
+    assert (setting.lengths, training.seed) == ((2, 1), 5)
+    assert chain.modules[0] is model[0]
+    assert pipe._world.calls.check_data is False
+    assert (pipe.accumulate, pipe.step) == (3, 0)
+    assert threads(model, [2, 1])._world.calls.check_data is True
+
+
+@pytest.mark.parametrize(
+    ("layer", "schedule", "text"),
+    [
+        (nn.BatchNorm1d(4), ps.schedule("terapipe", 2, 2), "terapipe cuts sequences into slices"),
+        (
+            nn.Embedding(4, 4, max_norm=1.0),
+            ps.schedule("1f1b", 2, 2, replicas=(2, 1)),
+            "max_norm",
+        ),
+    ],
+)
+def test_layers_that_a_schedule_would_train_differently_are_refused(layer, schedule, text):
+    """Before anything is constructed."""
+    with pytest.raises(SettingError, match=text):
+        threads(nn.Sequential(layer, nn.Linear(4, 2)), [1, 1], schedule=schedule)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+def test_graphs_are_prepared_before_every_batch_and_checks_are_read_before_other_calls(
+    schedule, tmp_path
+):
+    """In the middle of a batch other ranks would wait; a deferred failure is not passed over."""
+    pipe = threads(plain_layers(), [2, 1], schedule=schedule, micro_batches=1)
+    x, y = data(0)
+    pipe.train_batch(x, y)
+    log = []
+    preparation, player, stream = pipe._preparation, pipe._player, pipe._stream
+    for owner, name in (
+        (preparation, "prepare"),
+        (player, "play"),
+        (player, "read_checks"),
+        (stream, "feed"),
+        (stream, "flush"),
+        (pipe._world, "barrier"),
+    ):
+        if owner is not None:
+            method = getattr(owner, name)
+
+            def recorded(*args, name=name, method=method, **options):
+                log.append(name)
+                return method(*args, **options)
+
+            setattr(owner, name, recorded)
+    drain = ["flush", "read_checks"] if stream else ["read_checks"]
+    train = ["prepare", "feed", "flush", "barrier"] if stream else ["prepare", "play"]
+    loop = ["prepare", "feed", *drain, "barrier"] if stream else [*train, *drain, "barrier"]
+    evaluation = [*drain, "prepare", "play"]
+    for expected, call in (
+        (train, lambda: pipe.train_batch(x, y)),
+        (loop, lambda: list(pipe.train([(x, y)]))),
+        (evaluation, lambda: pipe.eval_batch(x, y)),
+        (evaluation, lambda: pipe.forward(x)),
+        (evaluation, lambda: pipe.compare_with_one_device(x, y)),
+        ([*drain, "barrier"], pipe.flush),
+        (drain, pipe.state_dict),
+        (drain, pipe.model_state),
+        (drain, lambda: pipe.save(tmp_path)),
+    ):
+        log.clear()
+        call()
+        assert log == expected
+
+
+def test_checksums_of_a_stream_are_those_of_the_batch_as_it_was_given():
+    """The next batch is read before this one is done, and may reuse its memory."""
+    for schedule in ("1f1b", "pipedream"):
+        pipe = threads(plain_layers(), [2, 1], schedule=schedule, micro_batches=1)
+
+        def begin(batch, x, y, call):
+            batch.pending_check = lambda: 5
+            return batch
+
+        pipe._world.calls.begin = begin
+        batch = pipe._batch(*data(0), training=True, call="train_batch")
+        streams = schedule == "pipedream"
+        assert (batch.pending_check is None, batch.check) == (streams, 5 * streams)
+
+
+def test_a_timeline_is_that_of_the_stream_once_it_goes_on_after_an_evaluation():
+    """Of what has run last."""
+    pipe = threads(plain_layers(), [2, 1], schedule="pipedream", micro_batches=1)
+
+    def kinds():
+        return {event.op.kind for event in pipe.timeline().compute}
+
+    pipe.train_batch(*data(0))
+    assert kinds() == {Kind.F, Kind.B, Kind.U}
+    pipe.eval_batch(*data(0))
+    assert kinds() == {Kind.F}
+    list(pipe.train([data(0)]))
+    assert kinds() == {Kind.F, Kind.B, Kind.U}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+def test_training_without_a_scheduler_that_was_saved_is_refused(schedule, tmp_path):
+    """By every method that trains; evaluation is allowed."""
+
+    def constant(optimizer):
+        return torch.optim.lr_scheduler.StepLR(optimizer, 1)
+
+    pipe = threads(plain_layers(), [2, 1], schedule=schedule, micro_batches=1)
+    pipe.scheduler(constant)
+    pipe.train_batch(*data(0))
+    pipe.save(tmp_path)
+    other = threads(plain_layers(), [2, 1], schedule=schedule, micro_batches=1)
+    other.load(tmp_path)
+    assert other.step == 1
+    for call in (lambda: other.train_batch(*data(1)), lambda: list(other.train([data(1)]))):
+        with pytest.raises(SettingError, match="the learning rate would stay constant"):
+            call()
+    assert other.step == 1
+    other.eval_batch(*data(1))
+    other.scheduler(constant)
+    assert float(other.train_batch(*data(1))) == float(pipe.train_batch(*data(1)))
+
+
+def test_copies_of_a_mesh_play_the_batch_of_all_and_return_the_outputs_of_each():
+    """Their loaders have different data by design, and are not compared."""
+    pipe = threads(plain_layers(), [2, 1])
+    log = []
+
+    def joined(x, y):
+        log.append((tuple(x.shape), y is not None))
+        return torch.cat([x, x]), None if y is None else torch.cat([y, y])
+
+    pipe._copies = SimpleNamespace(joined=joined, outputs_of_copy=lambda value: value[:4])
+    pipe._world.calls.check_loader = lambda loader: log.append("loader")
+    x, y = data(0)
+    played = []
+    play = pipe._player.play
+    pipe._player.play = lambda batch, *args, **options: (
+        played.append(sum(len(part) for part in batch.inputs)),
+        play(batch, *args, **options),
+    )
+    pipe.train_batch(x, y)
+    list(pipe.train([(x, y)]))
+    pipe.eval_batch(x, y)
+    output = pipe.forward(x)
+    assert log == [((4, 4), True)] * 3 + [((4, 4), False)]
+    assert played == [8] * 4
+    assert len(output) == 4
+    pipe._copies = None
+    assert torch.equal(pipe.forward(x), output)
