@@ -257,6 +257,32 @@ def test_generators_of_the_host_are_seeded_where_layers_draw_from_them(module, f
                 assert now == states
 
 
+class Plain(nn.Module):
+    """A layer that draws nothing, unless an instance has another forward."""
+
+    def forward(self, x):
+        """Return a copy."""
+        return x * 1
+
+
+def test_a_forward_that_is_replaced_in_one_instance_is_read_for_that_one():
+    """Other instances of its class say nothing of it, whichever comes first."""
+    replaced = Plain()
+    replaced.forward = lambda x: x + python_number()
+    hooked = Plain()
+    hooked.register_forward_hook(lambda module, inputs, output: output + python_number())
+    for modules in ([Plain(), replaced], [replaced, Plain()], [hooked, Plain()], [Plain(), hooked]):
+        draws, parts = draws_of(*modules)
+        x = torch.zeros(1)
+        for step in range(3):
+            batch = batch_of(step, count=1)
+            place = next(n for n, module in enumerate(modules) if module in (replaced, hooked))
+            expected = host_number(python_number, step, place, 0)
+            random.seed(step)
+            result = forward(draws, parts, batch, 0, x)
+            assert float(result) == pytest.approx(expected, rel=1e-6)
+
+
 class DrawingBackward(torch.autograd.Function):
     """The identity, whose gradient is multiplied by what a function draws."""
 
