@@ -206,6 +206,23 @@ def test_an_error_on_the_fast_path_leaves_no_collector_of_side_losses():
     assert [float(value) for value in outer] == [2.0]
 
 
+@pytest.mark.parametrize("trained", [False, True])
+def test_only_outputs_with_a_graph_want_a_gradient(trained):
+    """A stage whose layers are frozen has none; its backward then computes nothing."""
+    module = nn.Linear(4, 4).requires_grad_(requires_grad=trained)
+    layers = StageLayers([StageLayer(0, "0", module)], CPU, 0)
+    stage = Stage(0, layers, Update.make(list(module.parameters()), None))
+    x = torch.randn(3, 4)
+    for step in range(4):
+        batch = make_batch(x, x, 1, step=step, training=True)
+        output = stage.forward(batch, 0, None)
+        assert output.wants_grad == (trained,)
+        assert bool(stage._fast_path.bytes_by_form) == (step > 0)
+        arrived = Payload.flat([torch.ones(3, 4)] if trained else [])
+        assert stage.backward(batch, 0, arrived).leaves == ()
+    assert (module.weight.grad is not None) is trained
+
+
 @pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize("outside", [False, True])
 def test_the_fast_path_builds_a_graph_in_mixed_precision_if_requested(mixed, outside):

@@ -298,6 +298,8 @@ def test_updates_of_all_owners_arrive_as_they_were_sent(count):
                 parameters[1].requires_grad_(requires_grad=True)
                 update.refresh()
             shards.send_updates()
+            rows = [payload for queue in exchange._payloads.values() for payload in queue]
+            assert all(row.tensors for row in rows), "no message is without a tensor"
             for parameter in parameters:
                 parameter.data += 100 * shards.is_updated_here(parameter)  # of the next batch
         for shards, _, _ in replicas:
@@ -405,6 +407,20 @@ def test_every_replica_keeps_the_state_of_its_own_parameters():
     for shards, update, parameters in replicas:
         owned = [p for p in parameters if shards.is_updated_here(p)]
         assert list(map(id, update.optimizer.state)) == list(map(id, owned))
+
+
+def test_parameters_are_divided_by_their_bytes():
+    """A long one of 16 bits counts as much as a short one of 64."""
+    parameters = [nn.Parameter(torch.zeros(3, dtype=dtype)) for dtype in (torch.float64,) * 2]
+    parameters += [nn.Parameter(torch.zeros(3)) for _ in range(2)]
+    parameters += [nn.Parameter(torch.zeros(12, dtype=torch.bfloat16))]
+    groups = []
+    for rank in range(2):
+        messages = ReplicaMessages(0, (0, 1), rank, transport=None, guard=None)
+        shards = OptimizerShards(Update.make(parameters, sgd_of), parameters, messages)
+        groups.append([p.nbytes for p in shards.by_owner(parameters)[rank]])
+    assert [*map(sum, groups)] == [48, 48]
+    assert sorted(map(len, groups)) == [2, 3]
 
 
 @pytest.mark.parametrize("stage", [0, 1])

@@ -190,6 +190,40 @@ def test_layers_of_the_user_are_observed_in_batches_1_2_4_8():
     assert [observed(draws, step) for step in range(3)] == expected[:3]
 
 
+class Rare(nn.Module):
+    """A layer that draws in some calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.draws_now = [True]
+
+    def forward(self, x):
+        """Add random numbers, if it draws."""
+        return x + torch.rand(3) if self.draws_now[0] else x * 1
+
+
+def test_a_layer_that_has_drawn_once_is_seeded_ever_after():
+    """Also when other settings of the layers change, and the count of observed batches begins
+    again.
+    """
+    rare, dropout = Rare(), nn.Dropout(0.0).eval()
+    draws, parts = draws_of(rare, dropout)
+    x = torch.zeros(3)
+
+    def evaluated(step):
+        torch.manual_seed(step)
+        return forward(draws, parts, batch_of(step, training=False, count=1), 0, x)
+
+    evaluated(0)
+    rare.draws_now[0] = False
+    dropout.p = 0.5
+    evaluated(1)
+    evaluated(2)
+    rare.draws_now[0] = True
+    expected = seeded(lambda: torch.rand(3), 3, 0, 0, 1, 0)
+    assert torch.equal(evaluated(3), expected)
+
+
 class Hidden(nn.Module):
     """A layer that draws by a function that its code does not name."""
 
@@ -370,8 +404,12 @@ def test_backwards_are_watched_as_long_as_they_may_draw():
     with draws.backward(Place(batch, 0)):
         torch.rand(1)
     for step in range(2, 5):
-        forward(draws, parts, batch_of(step), 0, torch.ones(3))
-        assert draws.watches_backward
+        batch = batch_of(step, count=2)
+        for number in range(2):
+            forward(draws, parts, batch, number, torch.ones(3))
+            assert draws.watches_backward
+            with draws.backward(Place(batch, number)):
+                pass
     draws, _ = draws_of(nn.Linear(3, 3), nn.ReLU())
     draws.begin(batch_of(0))
     assert not draws.watches_backward

@@ -292,6 +292,44 @@ def test_buckets_hold_parameters_of_one_dtype_from_the_last_to_the_first(monkeyp
         assert sum(len(layout.shapes) for layout in layouts) == len(other)
 
 
+def test_a_bucket_that_has_its_bytes_exactly_is_closed(monkeypatch):
+    """One byte more would be too late: a bucket is sent when it is full."""
+    monkeypatch.setattr(bucket_sum, "BUCKET_BYTES", 40)
+    buckets, _, layouts = alone()
+    buckets.finish([weight(2), weight(9), weight(4), weight(6)])
+    assert [[*map(tuple, layout.shapes)] for layout in layouts] == [[(6,), (4,)], [(9,), (2,)]]
+
+
+@pytest.mark.parametrize("change", ["replaced", "in place", "dropped", "new"])
+def test_the_gradients_at_the_end_are_summed_whatever_was_sent(change):
+    """A hook or a second path through the graph may change them after their bucket has left."""
+    parameters = [weight(3), weight(2)]
+    buckets, collectives, _ = alone()
+    buckets.watch(parameters)
+    parameters[1].sum().backward()
+    if change == "new":
+        buckets._missing[0] = 1  # as if the first one were frozen
+    parameters[0 if change != "new" else 1].sum().backward()
+    assert collectives.started == [5]
+    expected = [1.0, 1.0]
+    if change == "replaced":
+        parameters[1].grad = torch.full((2,), 5.0)
+        expected = [1.0, 5.0]
+    elif change == "in place":
+        parameters[1].grad.mul_(7)
+        expected = [1.0, 7.0]
+    elif change == "dropped":
+        parameters[1].grad = None
+        expected = [1.0, 0.0]
+    else:
+        parameters[0].grad = torch.full((3,), 4.0)
+        expected = [4.0, 2.0]
+    counts, sums = buckets.finish(parameters)
+    assert [float(total[0]) for total in sums] == expected
+    assert counts == [1, 0 if change == "dropped" else 1]
+    assert collectives.started == [5, 3, 5]
+
+
 def test_sums_have_the_order_and_strides_of_their_parameters_and_memory_of_their_own():
     """Gradients that are missing count as zeros; how many replicas have one is told."""
     image = nn.Parameter(torch.ones(2, 3, 2, 2).to(memory_format=torch.channels_last))

@@ -199,7 +199,7 @@ def test_sums_that_a_rank_does_not_need_are_not_copied(count):
 
 def test_memory_is_made_once_for_the_same_parameters_and_anew_for_others():
     """Until then there is none; its bytes are those of the gradients, aligned."""
-    replicas, _ = replicas_of(2)
+    replicas, exchange = replicas_of(2)
     for replica in replicas:
         assert replica.sum.nbytes == 0
         assert replica.sum.existing_area(replica.parameters) is None
@@ -213,6 +213,7 @@ def test_memory_is_made_once_for_the_same_parameters_and_anew_for_others():
     # What others may still copy is not freed: their word is awaited before memory is replaced.
     on_all(lambda replica: replica.sum.finish(replica.sum.area(replica.parameters)), replicas)
     others = on_all(lambda replica: replica.sum.area(replica.parameters[:1]), replicas)
+    assert not exchange._payloads
     for replica, area, other in zip(replicas, areas, others, strict=True):
         assert other is not area
         assert replica.sum.existing_area(replica.parameters) is None
