@@ -413,7 +413,7 @@ def test_a_hook_that_steps_its_weight_needs_one_micro_batch(schedule):
         return model_of(layer)
 
     with pytest.raises(RunError, match=r"changes the weight during the backward of a micro-batch"):
-        pipeline(model(), schedule).train_batch(*data())
+        pipeline(model(), schedule, micro_batches=2).train_batch(*data())
     pipeline(model(), schedule, micro_batches=1).train_batch(*data())
 
 

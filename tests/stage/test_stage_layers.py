@@ -316,3 +316,23 @@ def test_neighbours_are_compiled_as_one_function_unless_they_draw_or_pass_on_sta
     assert (len(compiled), resets) == (2 * count, [1])
     layers_of(*modules).renew()
     assert resets == [1]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_all_modules_are_evaluated_and_then_have_their_own_modes_again(fails):
+    """Those of the entry and those inside layers, too; a user may keep some in evaluation mode."""
+    inner = nn.Sequential(nn.Linear(2, 2), nn.Dropout())
+    entry = nn.Sequential(nn.BatchNorm1d(2))
+    stage_layers = layers_of(inner, nn.Tanh(), entry=entry)
+    inner[1].training = entry[0].training = False
+    modes = [module.training for module in stage_layers.modules()]
+    assert modes.count(False) == 2
+    try:
+        with stage_layers.evaluation_mode():
+            assert not any(module.training for module in stage_layers.modules())
+            inner[1].training = True
+            if fails:
+                raise KeyError
+    except KeyError:
+        assert fails
+    assert [module.training for module in stage_layers.modules()] == modes

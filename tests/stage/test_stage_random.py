@@ -371,6 +371,30 @@ def test_a_backward_draws_from_the_streams_of_its_layers(function):
         assert torch.equal(torch.get_rng_state(), states[0])
 
 
+class Forked(nn.Module):
+    """A layer whose two outputs draw in their backward."""
+
+    def forward(self, x):
+        """Return both."""
+        one, other = (DrawingBackward.apply(x, lambda: torch.rand(1)) for _ in range(2))
+        return one + 0 * torch.rand(1), other
+
+
+def test_a_layer_is_seeded_once_in_a_backward_that_reaches_several_of_its_outputs():
+    """Else each output would draw the same numbers."""
+    draws, (part,) = draws_of(Forked())
+    batch = batch_of(0, count=1)
+    leaf = torch.ones(1, requires_grad=True)
+    place = Place(batch, 0)
+    draws.begin(batch)
+    with draws.running():
+        one, other = draws.call(part, place, part.module, leaf)
+    with draws.backward(place):
+        (one + other).sum().backward()
+    numbers = seeded(lambda: torch.rand(1) + torch.rand(1), 0, 0, 0, 2)
+    torch.testing.assert_close(leaf.grad, numbers)
+
+
 def test_a_layer_that_draws_in_its_backward_is_refused_in_split_backwards():
     """It would draw in both parts. The message names the layers of the stage."""
     draws, parts = draws_of(InBackward(python_number), nn.Identity(), first=3)
