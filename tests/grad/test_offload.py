@@ -246,3 +246,31 @@ def test_host_memory_is_no_memory_of_a_device(device, own):
     """Nor are tensors without memory."""
     assert offload.has_own_memory(torch.ones(2, device=device)) is own
     assert offload.has_own_memory(SimpleNamespace(device=torch.device("cuda", 1)))
+
+
+def test_a_matrix_and_its_transpose_are_two_tensors():
+    """They have one address and one shape, and other strides."""
+    values = torch.randn(200, 200)
+    grads = []
+    for context in (nullcontext(), offloading(frozenset(), lambda _: True)):
+        x = values.clone().requires_grad_()
+        with context:
+            y = x * 1
+            result = (y.sin() * 2).sum() + (y.t().sin() * torch.arange(200.0)).sum()
+        result.backward()
+        grads.append(x.grad)
+    torch.testing.assert_close(*grads)
+
+
+def test_memory_that_is_used_again_in_the_forward_is_not_taken_for_what_was_moved():
+    """Tensors of one size follow each other at one address."""
+    grads = []
+    for context in (nullcontext(), offloading(frozenset(), lambda _: True)):
+        x = torch.full((20_000,), 0.5, requires_grad=True)
+        with context:
+            y = x
+            for _ in range(12):
+                y = (y * 1.1).sin()
+        y.sum().backward()
+        grads.append(x.grad)
+    assert torch.equal(*grads)

@@ -79,6 +79,20 @@ class Counted(nn.Module):
         return x.sin() * self.calls.clone() + x * self.last + self.queue[:3].sum()
 
 
+class Rising(nn.Module):
+    """Its output depends on an attribute that counts its forwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.seen = torch.full((), float(self.calls))
+        return (x * self.calls).sin()
+
+
 class Square(torch.autograd.Function):
     """A user's autograd.Function that saves its input and its output."""
 
@@ -128,6 +142,8 @@ KINDS: dict[str, Callable[[], list[nn.Module]]] = {
     "structure": lambda: [Split(), Join()],
     "add in place": lambda: [Add()],
     "counted": lambda: [Counted()],
+    "attribute": lambda: [Rising()],
+    "rrelu": lambda: [nn.RReLU()],
     "own": lambda: [Own()],
     "checkpointed": lambda: [Checkpointed()],
     "frozen": lambda: [frozen()],
@@ -696,3 +712,38 @@ def test_segments_begin_at_gaps_and_where_they_are_told_to():
     with torch.no_grad():
         recomputing.run(x, call)
     assert order == [3, 4, 5, 6, 7, 8]
+
+
+def test_what_the_backward_does_not_need_at_the_end_of_a_segment_is_not_computed_again():
+    """Its slots are freed with its graph."""
+    calls = []
+
+    class Fork(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            used = x.exp()
+            calls.append("used")
+            unused = x.sin().exp()
+            calls.append("unused")
+            return used, unused
+
+    out, unused = run([Layer(0, Fork())], torch.ones(3, requires_grad=True), {0}, unseeded)
+    del unused
+    calls.clear()
+    out.sum().backward()
+    assert calls == [], "it ends where the last tensor that is needed was saved"
+
+
+@pytest.mark.parametrize("behind", [False, True])
+def test_an_op_that_fills_a_tensor_after_saving_it_is_not_interrupted(behind):
+    """The noise of rrelu: with half of it the gradients would be wrong."""
+    module = nn.RReLU()
+    modules = [module, nn.Identity()] if behind else [module]
+    layers = [Layer(index, part) for index, part in enumerate(modules)]
+    grads = []
+    for recomputed in (set(), set(range(len(layers)))):
+        x = -torch.ones(50, requires_grad=True)
+        leaf = x.detach().requires_grad_()
+        run(layers, leaf, recomputed, seeded).sum().backward()
+        grads.append(leaf.grad)
+    assert torch.equal(*grads)
+    assert len(set(grads[0].tolist())) > 40

@@ -643,3 +643,12 @@ def test_reentrant_checkpoints_are_refused_by_torch_with_the_alternative():
     )
     with pytest.raises(RuntimeError, match="use_reentrant=False"):
         run.split()
+
+
+def test_without_a_gradient_of_any_output_inputs_and_weights_have_none():
+    """A stage may have outputs that nothing behind it uses."""
+    x, weight = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
+    grads, pending = input_grad([x * weight, x + weight], [None, None], [x])
+    assert grads == [None]
+    weight_grad(pending)
+    assert weight.grad is None

@@ -12,7 +12,7 @@ from penstock.optim.update import Update
 from penstock.stage.replicas import ReplicaGroup
 from penstock.transport.in_process import Exchange, MemoryTransport
 
-RANKS = (1, 2, 5, 7)
+RANKS = (1, 3, 5, 7)
 
 
 class Link(MemoryTransport):

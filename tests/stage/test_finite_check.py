@@ -454,6 +454,26 @@ def on_device(value):
     return torch.tensor(value).as_subclass(OnDevice)
 
 
+def test_without_checks_of_gradients_a_device_reports_losses_alone():
+    """A loss scaler checks the gradients, and skips the step."""
+    layer = nn.Linear(2, 1, bias=False)
+    stage, check = stage_of(layer), check_of(gradients=False)
+    checks = stage.runner.checks
+    stage.device = SimpleNamespace(type="device")
+    layer.weight.grad = torch.tensor([[1.0, INF]]).as_subclass(OnDevice)
+    check.after_backward(stage, batch_with(), 0)
+    check.before_update(stage, "4U1")
+    assert checks.added == []
+    batch = batch_with()
+    batch.losses = {0: on_device(NAN)}
+    check.after_loss(stage, batch, 0, "4F0")
+    check.after_backward(stage, batch, 0)
+    check.before_update(stage, "4U1")
+    assert [message.partition(":")[2][:29] for _, message, _ in checks.added] == [
+        " the loss of micro-batch 0 is"
+    ]
+
+
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("deferring", [False, True])
 @pytest.mark.parametrize("policy", ["raise", "warn", "skip"])

@@ -242,3 +242,26 @@ def test_with_zero_sparse_gradients_are_summed_on_all_replicas():
     for module in modules:
         assert module.table.weight.grad.coalesce().values().tolist() == [[6.0, 6.0]]
         assert module.bias.grad.tolist() == [1.0, 1.0], "another sum has it"
+
+
+def test_with_zero_thawed_parameters_are_divided_and_those_of_other_stages_are_not():
+    """All replicas step a tied weight, whose gradient another sum has made equal."""
+    modules = [Weights() for _ in range(2)]
+    for module in modules:
+        module.weights[2].requires_grad_(requires_grad=False)
+    groups = groups_of(modules, optimizer=sgd, zero=1, tied=lambda module: [module.weights[0]])
+    for module, group in zip(modules, groups, strict=True):
+        module.weights[2].requires_grad_(requires_grad=True)
+        group.stage.update.refresh()
+        group.refresh()
+        group.begin()
+        for weight in module.weights:
+            weight.grad = torch.ones_like(weight)
+    all_reduce(groups, updates=True)
+    steps = [[] for _ in modules[0].weights]
+    for module, group in zip(modules, groups, strict=True):
+        group.stage.update.step()
+        for weight, row in zip(module.weights, steps, strict=True):
+            row.append(round(-float(weight.detach().sum()) / weight.numel(), 4))
+    assert steps[0] == [0.1, 0.1]
+    assert [sorted(row) for row in steps[1:]] == [[0.0, 0.2]] * 3

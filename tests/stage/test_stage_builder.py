@@ -393,3 +393,19 @@ def test_modules_with_computed_tensors_are_copied():
     assert torch.equal(copied.weight, layer.weight)
     assert copied.weight is not layer.weight
     assert torch.equal(copied.last, layer.last)
+
+
+def test_a_rank_of_several_processes_has_its_groups_and_its_entry_on_its_device():
+    """As ranks that are threads have."""
+    layers = [nn.Linear(3, 3), nn.Linear(3, 3)]
+    builder = builder_of(
+        layers, [1, 1], TWO, local_ranks=[1], parameter_groups=lambda name, p: {"lr": len(p.shape)}
+    )
+    meta = torch.device("meta")
+    builder.world.device = lambda rank: meta
+    builder.traced = replace(builder.traced, entries={1: nn.Linear(3, 3)})
+    stages, _ = builder.build_stages(1, ActivationMeter())
+    rates = [group["lr"] for group in stages[1].update.optimizer.param_groups]
+    assert sorted(rates) == [1, 2]
+    assert stages[1].runner.device == meta
+    assert stages[1].runner.entry.weight.device == meta

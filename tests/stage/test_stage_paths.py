@@ -323,3 +323,54 @@ def test_a_stage_on_a_device_moves_what_arrives_to_it(recompute, split):
     begun.clear()
     stage.forward(make_batch(x, x, 2, step=7, training=False), 0, None)
     assert begun == []
+
+
+class Noisy(nn.Module):
+    """A loss that draws random numbers."""
+
+    def forward(self, output, target):
+        """Return the mean of the noise, without the output's values."""
+        return (0 * output + torch.rand_like(output)).mean() + 0 * target.mean()
+
+
+def test_a_loss_draws_from_the_seed_of_the_pipeline():
+    """Another seed has other numbers, and the same seed the same."""
+    losses = []
+    for seed in (3, 4, 3):
+        module = nn.Linear(4, 4)
+        runner = StageLayers([StageLayer(0, "0", module)], CPU, seed)
+        stage = Stage(0, runner, Update.make(list(module.parameters()), None), loss=Noisy())
+        x = torch.ones(2, 4)
+        batch = make_batch(x, x, 1, step=0, training=True)
+        stage.forward(batch, 0, None)
+        losses.append(float(batch.losses[0]))
+    assert losses[0] == losses[2] != losses[1]
+
+
+class CountingEntry(nn.Module):
+    """An entry that multiplies by the number of its forwards."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, crossed, inputs):
+        """Count, and multiply."""
+        self.calls += 1
+        return crossed * self.calls.clone()
+
+
+def test_a_recomputed_entry_has_the_buffers_of_its_first_forward():
+    """As layers have: it counts each micro-batch once."""
+    module, entry = nn.Linear(4, 4, bias=False), CountingEntry()
+    runner = StageLayers([StageLayer(3, "3", module)], CPU, 0, entry=entry)
+    update = Update.make(list(module.parameters()), None)
+    stage = Stage(1, runner, update, recompute=Recompute.ALWAYS)
+    x = torch.ones(4, 4)
+    batch = make_batch(x, x, 2, step=0, training=True)
+    for number in batch.numbers:
+        stage.forward(batch, number, Payload("", (torch.ones(2, 4),), (True,)))
+    for number in batch.numbers:
+        stage.backward(batch, number, Payload.flat([torch.ones(2, 4)]))
+    assert float(entry.calls) == 2
+    assert module.weight.grad.tolist() == [[2.0 * (1 + 2)] * 4] * 4

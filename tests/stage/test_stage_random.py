@@ -376,8 +376,48 @@ class Forked(nn.Module):
 
     def forward(self, x):
         """Return both."""
+        x = x + 0 * torch.rand(1)
         one, other = (DrawingBackward.apply(x, lambda: torch.rand(1)) for _ in range(2))
-        return one + 0 * torch.rand(1), other
+        return one, other
+
+
+class Passing(nn.Module):
+    """A layer that draws and passes on its input itself."""
+
+    def forward(self, x):
+        """Return it."""
+        torch.rand(1)
+        return x
+
+
+def test_what_a_layer_passes_on_belongs_to_the_layer_that_has_computed_it():
+    """Its backward draws from the stream of that one."""
+    draws, parts = draws_of(InBackward(lambda: torch.rand(3)), Passing())
+    for step in range(2):
+        batch = batch_of(step, count=1)
+        leaf = torch.ones(3, requires_grad=True)
+        output = forward(draws, parts, batch, 0, leaf)
+        with draws.backward(Place(batch, 0)):
+            output.sum().backward()
+        torch.testing.assert_close(leaf.grad, seeded(lambda: torch.rand(3), step, 0, 0, 2))
+
+
+def test_code_that_names_a_generator_is_seeded_from_the_batch_on_in_which_it_comes():
+    """Although it does not draw in the batches that are observed."""
+    module, draws_now = Plain(), []
+    draws, parts = draws_of(module)
+    x = torch.zeros(1)
+    forward(draws, parts, batch_of(0, count=1), 0, x)
+    module.register_forward_hook(
+        lambda module, inputs, output: output + (python_number() if draws_now else 0)
+    )
+    for step in (1, 2):
+        forward(draws, parts, batch_of(step, count=1), 0, x)
+    draws_now.append(1)
+    expected = host_number(python_number, 3, 0, 0)
+    random.seed(3)
+    result = forward(draws, parts, batch_of(3, count=1), 0, x)
+    assert float(result) == pytest.approx(expected, rel=1e-6)
 
 
 def test_a_layer_is_seeded_once_in_a_backward_that_reaches_several_of_its_outputs():
