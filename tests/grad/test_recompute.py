@@ -747,3 +747,17 @@ def test_an_op_that_fills_a_tensor_after_saving_it_is_not_interrupted(behind):
         grads.append(leaf.grad)
     assert torch.equal(*grads)
     assert len(set(grads[0].tolist())) > 40
+
+
+def test_second_forwards_see_and_leave_attributes_as_the_first_ones_did():
+    """Of several micro-batches in flight each has its own count; it goes up once for each."""
+    results = []
+    for recomputed in (set(), {0}):
+        module = Rising()
+        leaves = [torch.ones(3, requires_grad=True) for _ in range(3)]
+        outputs = [run([Layer(0, module)], leaf, recomputed, unseeded) for leaf in leaves]
+        for out in reversed(outputs):
+            out.sum().backward()
+        assert module.calls == 3
+        results.append(torch.stack([leaf.grad for leaf in leaves]))
+    assert torch.equal(*results)
