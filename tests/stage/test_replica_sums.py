@@ -265,3 +265,15 @@ def test_with_zero_thawed_parameters_are_divided_and_those_of_other_stages_are_n
             row.append(round(-float(weight.detach().sum()) / weight.numel(), 4))
     assert steps[0] == [0.1, 0.1]
     assert [sorted(row) for row in steps[1:]] == [[0.0, 0.2]] * 3
+
+
+def test_divided_sums_have_a_name_of_their_own():
+    """Links know the form of a message by its name, and these have another one."""
+    names = []
+    for updates in (False, True):
+        modules = [Weights() for _ in range(2)]
+        all_reduce(groups_of(modules, optimizer=sgd, zero=1), updates=updates)
+        number = UpdateMessage.GRADIENTS
+        names.append({name for *_, message, name in SENT if message.micro_batch == number})
+    assert all(len(some) == 1 for some in names)
+    assert names[0].isdisjoint(names[1])

@@ -277,3 +277,25 @@ def test_states_and_gradients_of_a_failed_batch_are_dropped():
     states.store_grads(3, [None])
     assert (states.pop_grads(2), states.pop_grads(3), states.pop_grads(3)) == ([], [None], [])
     assert states.pop_grads(None) == []
+
+
+@pytest.mark.parametrize(("recompute", "extra"), [("never", 0), ("except_last", 3), ("always", 6)])
+def test_slices_are_recomputed_as_their_micro_batch(recompute, extra):
+    """The last micro-batch is exempt with all of its slices, and no other slice."""
+    lengths = []
+
+    def keep(value, past):
+        lengths.append(value.shape[1])
+        return value * 1, None
+
+    model = nn.Sequential(nn.Linear(16, 16), Keeps(keep))
+    pipe = ps.Pipeline(
+        model,
+        loss=loss,
+        balance=[2],
+        schedule=seq1f1b(1, SLICING),
+        recompute=recompute,
+        executor="threads",
+    )
+    pipe.train_batch(X, Y)
+    assert len(lengths) == 6 + extra

@@ -409,3 +409,18 @@ def test_a_rank_of_several_processes_has_its_groups_and_its_entry_on_its_device(
     assert sorted(rates) == [1, 2]
     assert stages[1].runner.device == meta
     assert stages[1].runner.entry.weight.device == meta
+
+
+@pytest.mark.parametrize("balance", [[3], [2, 1], [1, 2]])
+def test_layers_of_a_copy_share_what_the_users_layers_share(balance):
+    """Within a stage and between stages of the rank."""
+    layers = [nn.Linear(3, 3) for _ in range(3)]
+    layers[2].weight = layers[0].weight
+    assembly = assembly_of(layers, balance, replicated([[0], [1]], len(balance)))
+    for rank in range(2):
+        modules = [
+            module for index in range(len(balance)) for module in modules_of(assembly, rank, index)
+        ]
+        assert modules[0].weight is modules[2].weight
+        assert (modules[0].weight is layers[0].weight) == (rank == 0)
+        assert modules[1].weight is not modules[0].weight

@@ -108,7 +108,9 @@ def test_layers_that_run_again_give_the_same_to_the_bit(recomputed):
     x, y = data()
     one, other = layers(), layers()
     plain, again = stage(one), stage(other, recompute="selective", recomputed=frozenset(recomputed))
+    state = torch.get_rng_state()
     assert trained(plain, x, y) == trained(again, x, y)
+    assert torch.equal(torch.get_rng_state(), state), "the caller's generator is as it was"
     for mine, theirs in zip(
         nn.ModuleList(one).state_dict().values(),
         nn.ModuleList(other).state_dict().values(),

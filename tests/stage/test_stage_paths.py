@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -374,3 +376,54 @@ def test_a_recomputed_entry_has_the_buffers_of_its_first_forward():
         stage.backward(batch, number, Payload.flat([torch.ones(2, 4)]))
     assert float(entry.calls) == 2
     assert module.weight.grad.tolist() == [[2.0 * (1 + 2)] * 4] * 4
+
+
+def test_a_recomputed_loss_keeps_no_graph_of_its_first_forward():
+    """Not even that of the loss, through which all activations would stay alive."""
+    outputs = []
+    module = nn.Linear(4, 4)
+    module.register_forward_hook(
+        lambda _module, _inputs, output: outputs.append(weakref.ref(output.untyped_storage()))
+    )
+    for recompute in (Recompute.NEVER, Recompute.ALWAYS):
+        outputs.clear()
+        stage = named_stage("a", [module], recompute=recompute, loss=nn.functional.mse_loss)
+        x = torch.randn(2, 4)
+        batch = make_batch(x, x, 1, step=0, training=True)
+        stage.forward(batch, 0, None)
+        gc.collect()
+        assert (outputs[0]() is None) is (recompute is Recompute.ALWAYS)
+
+
+def test_each_form_of_micro_batch_comes_to_the_fast_path():
+    """Each has its own name, since sizes and constants of micro-batches may differ."""
+    torch.manual_seed(0)
+    stages, _ = make_stages([nn.Linear(4, 4), nn.Linear(4, 4)])
+    x = torch.randn(8, 4)
+    for step in range(4):
+        batch = make_batch(x, x, 3, step=step, training=True)
+        train(stages, batch, split=False, evicts=False)
+    for stage in stages:
+        assert set(stage._fast_path.bytes_by_form) == set(batch.forms)
+
+
+def test_weights_do_not_leave_with_what_is_evicted():
+    """A linear layer saves its input and its weight; the input is moved, in 64 bytes."""
+    (_, stage, _), _ = make_stages([nn.Tanh(), nn.Linear(4, 4), nn.Tanh()], evicted=[0])
+    x = torch.randn(3, 4)
+    batch = make_batch(x, x, 1, step=0, training=True)
+    stage.forward(batch, 0, Payload("", (x,), (True,)))
+    assert stage.evict(batch, 0).tensors[0].numel() == 64
+
+
+def test_pending_checks_of_a_stage_are_read_on_demand():
+    """Such as before a checkpoint is written."""
+    stage = named_stage("a", [nn.Linear(4, 4)])
+    assert not stage.has_pending_checks
+    stage.read_checks()
+    stage.runner.checks.add(torch.tensor([False])[0], "this is fine")
+    stage.runner.checks.add(torch.tensor([True])[0], "this is wrong")
+    assert stage.has_pending_checks
+    with pytest.raises(RunError, match=r"^this is wrong"):
+        stage.read_checks()
+    assert not stage.has_pending_checks

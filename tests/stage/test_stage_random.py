@@ -224,6 +224,41 @@ def test_a_layer_that_has_drawn_once_is_seeded_ever_after():
     assert torch.equal(evaluated(3), expected)
 
 
+class Drawing(torch.Tensor):
+    """A tensor whose functions draw."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        """Add a random number to what the function returns."""
+        values = [arg.as_subclass(torch.Tensor) if type(arg) is cls else arg for arg in args]
+        return function(*values, **(kwargs or {})) + torch.rand(3)
+
+
+def test_a_layer_that_was_seen_to_draw_is_seeded_although_its_code_draws_nothing():
+    """The proof assumes plain tensors. It is so also after other layers have changed."""
+    dropout = nn.Dropout(0.0).eval()
+    draws, parts = draws_of(Quiet(), dropout)
+
+    def trained(step, value):
+        torch.manual_seed(step)
+        batch = batch_of(step, count=1)
+        draws.begin(batch)
+        with draws.running():
+            return draws.call(parts[0], Place(batch, 0), parts[0].module, value)
+
+    plain, drawing = torch.zeros(3), torch.zeros(3).as_subclass(Drawing)
+    for changes in (False, True):
+        first = 4 * changes
+        if changes:
+            dropout.p = 0.5
+        else:
+            trained(0, drawing)
+        for step in (first + 1, first + 2):
+            trained(step, plain)
+        expected = seeded(lambda: torch.rand(3), first + 3, 0, 0)
+        assert torch.equal(trained(first + 3, drawing), expected)
+
+
 class Hidden(nn.Module):
     """A layer that draws by a function that its code does not name."""
 
