@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 
 from penstock.grad import offload
 from penstock.grad.offload import offloading
+from penstock.grad.saved_version import ChangedInPlace
 
 
 def model():
@@ -147,3 +149,128 @@ def test_the_share_is_met_exactly_and_spread_evenly(monkeypatch, share, moved):
     assert places == moved
     sum(product.sum() for product in products).backward()
     assert not weight.grad.any()
+
+
+@pytest.fixture
+def moved(monkeypatch):
+    """The tensors that are moved to host memory."""
+    tensors = []
+    original = offload._Offloaded.__init__
+
+    def note(self, tensor):
+        """Note a tensor."""
+        tensors.append(tensor)
+        original(self, tensor)
+
+    monkeypatch.setattr(offload._Offloaded, "__init__", note)
+    return tensors
+
+
+@pytest.mark.parametrize(
+    ("value", "count"),
+    [
+        (torch.ones(offload.SMALLEST // 4), 1),
+        (torch.ones(offload.SMALLEST // 4 - 1), 0),
+        (torch.ones(offload.SMALLEST // 8, dtype=torch.float64), 1),
+        (torch.ones(1, 4).expand(offload.SMALLEST, 4), 0),
+        (torch.ones(4, offload.SMALLEST).t(), 1),
+        (torch.ones(1, offload.SMALLEST).expand(1, offload.SMALLEST), 1),
+    ],
+    ids=["smallest", "smaller", "bytes", "expanded", "transposed", "one row"],
+)
+def test_tensors_are_moved_if_a_copy_is_worth_it(moved, value, count):
+    """From a number of bytes on; a copy of an expanded tensor would be larger than the tensor."""
+    scale = torch.full((), 2.0, dtype=value.dtype, requires_grad=True)
+    with offloading(frozenset(), lambda _: True):
+        product = scale * value
+    assert len(moved) == count
+    product.sum().backward()
+    assert float(scale.grad) == value.sum()
+
+
+def test_sparse_tensors_and_those_that_are_not_asked_for_stay(moved):
+    """The function tells which are on a device."""
+    asked = []
+    weight = torch.ones(200, 100, requires_grad=True)
+    with offloading(frozenset(), asked.append):
+        torch.sparse.mm(torch.eye(200).to_sparse(), weight)
+        weight.exp()
+    assert moved == []
+    assert all(tensor.layout is torch.strided for tensor in asked)
+    assert [tensor.shape for tensor in asked] == [(200, 100)]
+
+
+def test_a_copy_on_the_device_is_shared_while_it_is_used_and_then_freed():
+    """Several nodes read it during one backward; the host keeps its own."""
+    tensor = torch.randn(offload.SMALLEST)
+    offloaded = offload._Offloaded(tensor)
+    first = offloaded.fetch()
+    assert first is not tensor
+    assert first.data_ptr() != tensor.data_ptr()
+    assert offloaded.fetch() is first
+    address = weakref.ref(first)
+    del first
+    assert address() is None
+    again = offloaded.fetch()
+    assert torch.equal(again, tensor)
+    assert again.device == tensor.device
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_a_saved_tensor_that_is_changed_in_place_is_refused(large):
+    """Whether it was moved or not: saved-tensor hooks switch off autograd's own check."""
+    x = torch.ones(offload.SMALLEST if large else 3, requires_grad=True)
+    with offloading(frozenset(), lambda _: True):
+        y = x.exp()
+    with torch.no_grad():
+        y.add_(1)
+    with pytest.raises(ChangedInPlace, match="is at version 1; expected version 0"):
+        y.sum().backward()
+
+
+def test_strides_of_a_moved_tensor_are_kept(moved):
+    """Kernels may sum in another order for other strides."""
+    value = torch.randn(300, 200).t()
+    scale = torch.ones((), requires_grad=True)
+    seen = []
+    with offloading(frozenset(), lambda _: True):
+        product = scale * value
+    product.grad_fn.register_prehook(lambda _: seen.append(product.grad_fn._saved_other.stride()))
+    product.sum().backward()
+    assert len(moved) == 1
+    assert seen == [value.stride()]
+
+
+@pytest.mark.parametrize(("device", "own"), [("cpu", False), ("meta", False)])
+def test_host_memory_is_no_memory_of_a_device(device, own):
+    """Nor are tensors without memory."""
+    assert offload.has_own_memory(torch.ones(2, device=device)) is own
+    assert offload.has_own_memory(SimpleNamespace(device=torch.device("cuda", 1)))
+
+
+def test_a_matrix_and_its_transpose_are_two_tensors():
+    """They have one address and one shape, and other strides."""
+    values = torch.randn(200, 200)
+    grads = []
+    for context in (nullcontext(), offloading(frozenset(), lambda _: True)):
+        x = values.clone().requires_grad_()
+        with context:
+            y = x * 1
+            result = (y.sin() * 2).sum() + (y.t().sin() * torch.arange(200.0)).sum()
+        result.backward()
+        grads.append(x.grad)
+    torch.testing.assert_close(*grads)
+
+
+def test_memory_of_moved_tensors_is_held_until_the_forward_ends():
+    """Another tensor at the same address would be taken for the one that was moved."""
+    x = torch.ones(offload.SMALLEST, requires_grad=True)
+    with offloading(frozenset(), lambda _: True):
+        product = x * 2
+        storage = weakref.ref(product.untyped_storage())
+        result = product.sin()
+        del product
+        assert storage() is not None
+    assert storage() is None
+    result.sum().backward()
+    torch.testing.assert_close(x.grad, 2 * torch.full_like(x, 2.0).cos())

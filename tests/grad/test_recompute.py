@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -78,6 +79,20 @@ class Counted(nn.Module):
         return x.sin() * self.calls.clone() + x * self.last + self.queue[:3].sum()
 
 
+class Rising(nn.Module):
+    """Its output depends on an attribute that counts its forwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.seen = torch.full((), float(self.calls))
+        return (x * self.calls).sin()
+
+
 class Square(torch.autograd.Function):
     """A user's autograd.Function that saves its input and its output."""
 
@@ -127,6 +142,8 @@ KINDS: dict[str, Callable[[], list[nn.Module]]] = {
     "structure": lambda: [Split(), Join()],
     "add in place": lambda: [Add()],
     "counted": lambda: [Counted()],
+    "attribute": lambda: [Rising()],
+    "rrelu": lambda: [nn.RReLU()],
     "own": lambda: [Own()],
     "checkpointed": lambda: [Checkpointed()],
     "frozen": lambda: [frozen()],
@@ -518,3 +535,229 @@ def test_only_segments_that_the_backward_needs_are_recomputed():
     calls.clear()
     out.sum().backward()
     assert calls == ["saved", "behind"], "the last op that saves ends it"
+
+
+class Scaled(nn.Module):
+    """Several saved tensors, of which a list that no one restores changes one or the last."""
+
+    def __init__(self, which: int) -> None:
+        super().__init__()
+        self.which, self.factor = which, [1.0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Save the factor's products in order."""
+        for place in range(3):
+            factor = self.factor[0] if place == self.which else 1.0
+            x = (x * factor).sin()
+        return x
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_all_saved_tensors_are_compared_in_forwards_1_2_4_8_and_the_last_one_in_all(which):
+    """What differs reaches the last one in general; here each is computed from the input."""
+
+    class Separate(Scaled):
+        def forward(self, x: Tensor) -> Tensor:
+            outputs = []
+            for place in range(3):
+                factor = self.factor[0] if place == self.which else 1.0
+                outputs.append((x * factor).sin())
+            return torch.stack(outputs).sum(0)
+
+    module = Separate(which)
+    recomputing = Recomputing([Layer(2, module)], {2})
+    refused, texts = [], []
+    for number in range(1, 10):
+        module.factor[0] = 1.0
+        out = recomputing.run(torch.ones(4, requires_grad=True), unseeded)
+        module.factor[0] = 2.0
+        try:
+            out.sum().backward()
+        except RunError as error:
+            texts.append(str(error))
+            refused.append(number)
+    assert refused == ([*range(1, 10)] if which == 2 else [1, 2, 4, 8])
+    for text in texts:
+        assert text.startswith("layer 2: recomputed for the backward, its forward differs from")
+        assert "it computed other values, which differ by" in text
+
+
+def test_second_forwards_are_not_compared_where_weights_may_change():
+    """They may read newer weights; other shapes are refused all the same."""
+    module = Scaled(2)
+    recomputing = Recomputing([Layer(2, module), Layer(3, nn.Tanh())], {2})
+    recomputing.allow_weight_changes()
+    out = recomputing.run(torch.ones(4, requires_grad=True), unseeded)
+    module.factor[0] = 2.0
+    out.sum().backward()
+    out = recomputing.run(torch.ones(4, requires_grad=True), unseeded)
+    module.factor[0] = torch.ones(2, 4)
+    with pytest.raises(
+        RunError, match=r"layer 2: .* one of shape \(2, 4\) and torch.float32 for o"
+    ):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("differs", [False, True])
+def test_comparisons_are_read_later_where_the_host_must_not_wait(differs):
+    """Each with its message; the backward goes on."""
+    added = []
+    checks = SimpleNamespace(deferring=True, add=lambda *check: added.append(check))
+    module = Scaled(1)
+    recomputing = Recomputing([Layer(2, module)], {2}, checks=checks)
+    x = torch.ones(4, requires_grad=True)
+    out = recomputing.run(x, unseeded)
+    module.factor[0] = 2.0 if differs else 1.0
+    out.sum().backward()
+    assert added
+    assert any(bool(failed) for failed, _ in added) is differs
+    assert all("layer 2: recomputed" in text and "other values" in text for _, text in added)
+    added.clear()
+    checks.deferring = False
+    module.factor[0] = 1.0
+    recomputing.run(x, unseeded).sum().backward()
+    assert added == []
+
+
+@pytest.mark.parametrize("first_run", [True, False])
+def test_a_segment_must_not_change_one_of_two_inputs_that_share_memory(first_run):
+    """The second forward has each in a memory of its own; in whichever forward it begins."""
+
+    class Adds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.changes = first_run
+
+        def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+            if self.changes:
+                pair[1].add_(1)
+            return pair[0].sum() * pair[1].sum()
+
+    module = Adds()
+    recomputing = Recomputing([Layer(2, module), Layer(3, nn.Tanh())], {2, 3})
+
+    def run_once() -> Tensor:
+        base = torch.ones(4, requires_grad=True) * 1
+        return recomputing.run((base[:3], base[1:]), unseeded)
+
+    if not first_run:
+        run_once().backward()
+        module.changes = True
+    with pytest.raises(RunError, match=r"^layers 2 to 3: two of the input tensors share memory"):
+        run_once()
+    separate = torch.ones(3, requires_grad=True)
+    module.changes = False
+    recomputing.run((separate * 1, separate * 1), unseeded).backward()
+    assert separate.grad is not None
+
+
+def test_inputs_are_copied_by_the_mode_of_the_layers():
+    """What changes its input in training alone must have a copy there, and only there."""
+
+    class Adds(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return (x.add_(1) if self.training else x + 1).sin()
+
+    module = Adds()
+    recomputing = Recomputing([Layer(0, module)], {0})
+    for training in (False, True, False, True):
+        module.train(training)
+        for _ in range(2):
+            x = torch.full((3,), 0.5, requires_grad=True)
+            recomputing.run(x * 1, unseeded).sum().backward()
+            torch.testing.assert_close(x.grad, torch.full((3,), 1.5).cos())
+
+
+def test_a_tensor_that_occurs_twice_in_the_input_is_one_tensor_again():
+    """And constants and structure are those of the first forward."""
+    seen = []
+
+    class Takes(nn.Module):
+        def forward(self, value: dict[str, Any]) -> Tensor:
+            seen.append(value)
+            return (value["pair"][0] * value["pair"][1]).sin() * value["factor"]
+
+    x = torch.ones(3, requires_grad=True)
+    mask = torch.tensor([True, False, True])
+    value = {"pair": (x * 2,) * 2, "factor": 3, "mask": mask, "none": None}
+    run([Layer(0, Takes())], value, {0}, unseeded).sum().backward()
+    first, second = seen
+    assert first is value
+    assert second.keys() == value.keys()
+    assert second["pair"][0] is second["pair"][1]
+    assert second["pair"][0].requires_grad
+    assert not second["mask"].requires_grad
+    assert (second["factor"], second["none"]) == (3, None)
+    torch.testing.assert_close(x.grad, (4 * torch.ones(3)).cos() * 24)
+
+
+def test_segments_begin_at_gaps_and_where_they_are_told_to():
+    """Indices of other stages mean nothing here."""
+    order = []
+
+    def call(layer: Layer, value: Tensor) -> Tensor:
+        order.append(layer.index)
+        return value.exp()
+
+    layers = [Layer(index, nn.Identity()) for index in range(3, 9)]
+    recomputing = Recomputing(layers, {0, 3, 4, 5, 7, 8, 12}, {1, 5, 8, 30})
+    x = torch.full((2,), -3.0, requires_grad=True)
+    out = recomputing.run(x, call)
+    assert order == [3, 4, 5, 6, 7, 8]
+    order.clear()
+    out.sum().backward()
+    # From the last segment to the first: 8; 7; 5; 3 and 4. Layer 6 keeps what it has saved.
+    assert order == [8, 7, 5, 3, 4]
+    order.clear()
+    with torch.no_grad():
+        recomputing.run(x, call)
+    assert order == [3, 4, 5, 6, 7, 8]
+
+
+def test_what_the_backward_does_not_need_at_the_end_of_a_segment_is_not_computed_again():
+    """Its slots are freed with its graph."""
+    calls = []
+
+    class Fork(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            used = x.exp()
+            calls.append("used")
+            unused = x.sin().exp()
+            calls.append("unused")
+            return used, unused
+
+    out, unused = run([Layer(0, Fork())], torch.ones(3, requires_grad=True), {0}, unseeded)
+    del unused
+    calls.clear()
+    out.sum().backward()
+    assert calls == [], "it ends where the last tensor that is needed was saved"
+
+
+@pytest.mark.parametrize("behind", [False, True])
+def test_an_op_that_fills_a_tensor_after_saving_it_is_not_interrupted(behind):
+    """The noise of rrelu: with half of it the gradients would be wrong."""
+    module = nn.RReLU()
+    modules = [module, nn.Identity()] if behind else [module]
+    layers = [Layer(index, part) for index, part in enumerate(modules)]
+    grads = []
+    for recomputed in (set(), set(range(len(layers)))):
+        x = -torch.ones(50, requires_grad=True)
+        leaf = x.detach().requires_grad_()
+        run(layers, leaf, recomputed, seeded).sum().backward()
+        grads.append(leaf.grad)
+    assert torch.equal(*grads)
+    assert len(set(grads[0].tolist())) > 40
+
+
+def test_second_forwards_see_and_leave_attributes_as_the_first_ones_did():
+    """Of several micro-batches in flight each has its own count; it goes up once for each."""
+    results = []
+    for recomputed in (set(), {0}):
+        module = Rising()
+        leaves = [torch.ones(3, requires_grad=True) for _ in range(3)]
+        outputs = [run([Layer(0, module)], leaf, recomputed, unseeded) for leaf in leaves]
+        for out in reversed(outputs):
+            out.sum().backward()
+        assert module.calls == 3
+        results.append(torch.stack([leaf.grad for leaf in leaves]))
+    assert torch.equal(*results)

@@ -643,3 +643,48 @@ def test_reentrant_checkpoints_are_refused_by_torch_with_the_alternative():
     )
     with pytest.raises(RuntimeError, match="use_reentrant=False"):
         run.split()
+
+
+def test_without_a_gradient_of_any_output_inputs_and_weights_have_none():
+    """A stage may have outputs that nothing behind it uses."""
+    x, weight = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
+    grads, pending = input_grad([x * weight, x + weight], [None, None], [x])
+    assert grads == [None]
+    weight_grad(pending)
+    assert weight.grad is None
+
+
+class TwoProducts(torch.autograd.Function):
+    """x times a weight, and x times its square, of one node."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        """Return both."""
+        ctx.save_for_backward(x, weight)
+        return x * weight, x * weight.square()
+
+    @staticmethod
+    def backward(ctx, first, second):
+        """Return the gradients of both inputs."""
+        x, weight = ctx.saved_tensors
+        return first * weight + second * weight.square(), first * x + second * 2 * weight * x
+
+
+@pytest.mark.parametrize("used", [(0,), (1,), (0, 1)], ids=str)
+def test_gradients_of_all_outputs_of_a_node_reach_its_weights(used):
+    """Each by its place among the outputs; those that are not used have none."""
+    grads = []
+    for split in (False, True):
+        x = torch.tensor([2.0, 3.0], requires_grad=True)
+        weight = torch.tensor([5.0, 7.0], requires_grad=True)
+        products = TwoProducts.apply(x, weight)
+        outputs = [products[place] * (place + 1) for place in used]
+        arrived = [torch.tensor([1.0, 10.0]) for _ in used]
+        if split:
+            (x_grad,), pending = input_grad(outputs, arrived, [x])
+            weight_grad(pending)
+        else:
+            torch.autograd.backward(outputs, arrived)
+            x_grad = x.grad
+        grads.append((x_grad.tolist(), weight.grad.tolist()))
+    assert grads[0] == grads[1]

@@ -120,3 +120,43 @@ def test_a_change_in_place_is_reported_as_by_autograd():
         inner.sum().backward()
     with pytest.raises(RuntimeError, match="changed in place after the forward had saved it"):
         saved.take_out()
+
+
+def test_a_tensor_that_changes_between_two_uses_is_saved_twice():
+    """Only the use before the change is refused; the other has the new values."""
+    x = torch.ones(4, requires_grad=True)
+
+    def twice(value):
+        product = value * 2
+        stale = product.sin()
+        with torch.no_grad():
+            product.add_(1)
+        return stale, product.cos()
+
+    (stale, current), saved = saved_by(twice, x)
+    assert len(saved._tensors) == 2
+    current.sum().backward()
+    torch.testing.assert_close(x.grad, -torch.full((4,), 3.0).sin() * 2)
+    with pytest.raises(RuntimeError, match="changed in place after the forward had saved it"):
+        stale.sum().backward()
+
+
+def test_a_tensor_that_several_nodes_save_is_moved_once():
+    """Views with other shapes, strides or dtypes are others; each begins at a multiple of 64 bytes."""
+    x = torch.ones(20, requires_grad=True)
+
+    def many(value):
+        base = value * 1
+        first = base.sin() + base.cos()
+        return first.sum() + base[:3].sin().sum() + base.view(4, 5).t().sin().sum()
+
+    result, saved = saved_by(many, x)
+    content = saved.take_out()
+    assert content.dtype == torch.uint8
+    assert content.numel() == 128 + 64 + 128
+    with pytest.raises(RuntimeError, match="evicted and not loaded"):
+        result.backward(retain_graph=True)
+    saved.put_back(content)
+    result.backward()
+    assert x.grad.isfinite().all()
+    assert saved_by(lambda: None)[1].take_out().shape == (0,)

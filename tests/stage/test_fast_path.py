@@ -11,7 +11,11 @@ from torch import nn
 
 import penstock as ps
 from penstock.batches.batch import make_batch
-from penstock.modules.side_loss import collecting_side_losses, side_loss
+from penstock.modules.side_loss import (
+    collect_side_losses,
+    collecting_side_losses,
+    side_loss,
+)
 from penstock.optim.update import Update
 from penstock.stage.fast_path import _MAX_FORMS, FastPath
 from penstock.stage.stage import Stage
@@ -120,3 +124,139 @@ def test_layouts_of_a_limited_number_of_forms_are_remembered():
     path.clear()
     assert not path._same_layouts
     assert not path.bytes_by_form
+
+
+#: What the first forward of a form must have shown, as `path_after` takes it.
+SUFFICIENT = {
+    "changes_input": False,
+    "settled": True,
+    "wants_grad": True,
+    "same_layout": True,
+    "input_structure": "",
+    "output_structure": "",
+    "is_last": False,
+    "cuts_tokens": False,
+    "keeps_outputs": False,
+}
+
+
+def path_after(facts):
+    """Return the fast path after a forward of which these things are known."""
+    builder = SimpleNamespace(
+        layers=SimpleNamespace(device=CPU),
+        mixed=False,
+        loss=len if facts["is_last"] else None,
+        in_place=SimpleNamespace(excluded=lambda *, training: not facts["changes_input"]),
+        form=lambda batch, number: f"2/{batch.forms[number]}",
+    )
+    meter = SimpleNamespace(settled=lambda form: facts["settled"], size={"2/b": 48}.get)
+    path = FastPath(builder, meter)
+    if facts["same_layout"]:
+        path.note_same_layout("b")
+    batch = SimpleNamespace(
+        forms=["a", "b"], cuts_tokens=facts["cuts_tokens"], keeps_outputs=facts["keeps_outputs"]
+    )
+    inputs = Payload(facts["input_structure"], (torch.ones(2),), (facts["wants_grad"],))
+    output = Payload(facts["output_structure"], (torch.ones(2),), (True,))
+    path.enable(batch, 1, inputs, None if facts["is_last"] else output)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("changed", "enabled"),
+    [
+        ({}, True),
+        ({"changes_input": True}, False),
+        ({"settled": False}, False),
+        ({"same_layout": False}, False),
+        ({"same_layout": False, "wants_grad": False}, True),
+        ({"input_structure": "*"}, False),
+        ({"output_structure": "*"}, False),
+        ({"output_structure": "*", "is_last": True}, True),
+        ({"cuts_tokens": True}, False),
+        ({"keeps_outputs": True}, False),
+    ],
+    ids=str,
+)
+def test_a_form_takes_the_fast_path_if_its_first_forward_needed_nothing_else(changed, enabled):
+    """Under its name in the batch, with the bytes that its graph saves."""
+    path = path_after({**SUFFICIENT, **changed})
+    assert path.bytes_by_form == ({"b": 48} if enabled else {})
+
+
+def test_an_error_on_the_fast_path_leaves_no_collector_of_side_losses():
+    """A side loss of the next model would go to the failed forward."""
+    builder = SimpleNamespace(layers=SimpleNamespace(device=CPU), mixed=False, loss=None)
+    outer = []
+
+    def run(*args):
+        side_loss(torch.tensor(1.0))
+        raise KeyError("planted")
+
+    builder.layers.run = run
+    path = FastPath(builder, None)
+    batch = SimpleNamespace(inputs=[torch.ones(2)])
+    before = collect_side_losses(outer)
+    try:
+        with pytest.raises(KeyError):
+            path.forward(batch, 0, None, 8)
+        side_loss(torch.tensor(2.0))
+    finally:
+        collect_side_losses(before)
+    assert [float(value) for value in outer] == [2.0]
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_only_outputs_with_a_graph_want_a_gradient(trained):
+    """A stage whose layers are frozen has none; its backward then computes nothing."""
+    module = nn.Linear(4, 4).requires_grad_(requires_grad=trained)
+    layers = StageLayers([StageLayer(0, "0", module)], CPU, 0)
+    stage = Stage(0, layers, Update.make(list(module.parameters()), None))
+    x = torch.randn(3, 4)
+    for step in range(4):
+        batch = make_batch(x, x, 1, step=step, training=True)
+        output = stage.forward(batch, 0, None)
+        assert output.wants_grad == (trained,)
+        assert bool(stage._fast_path.bytes_by_form) == (step > 0)
+        arrived = Payload.flat([torch.ones(3, 4)] if trained else [])
+        assert stage.backward(batch, 0, arrived).leaves == ()
+    assert (module.weight.grad is not None) is trained
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("outside", [False, True])
+def test_the_fast_path_builds_a_graph_in_mixed_precision_if_requested(mixed, outside):
+    """Also where gradients are off around it, and without a check of a loss's reach twice."""
+    dtypes, checked = [], []
+    reach = SimpleNamespace(step=-1)
+
+    def check_loss(batch, loss, output):
+        checked.append((loss.item(), output.tolist()))
+        reach.step = batch.step
+
+    def run(batch, number, value, state):
+        dtypes.append((value[:, None] @ value[None]).dtype)
+        assert state.keeps is False
+        return value * 2
+
+    reach.check_loss = check_loss
+    builder = SimpleNamespace(
+        layers=SimpleNamespace(device=CPU, run=run),
+        mixed=mixed,
+        autocast=lambda: torch.autocast("cpu", torch.bfloat16, enabled=mixed),
+        loss=SimpleNamespace(of=lambda batch, number, output, sides: output.sum()),
+        reach=reach,
+    )
+    path = FastPath(builder, None)
+    arrived = Payload("", (torch.ones(2, requires_grad=True) * 1,), (True,))
+    for step in (0, 0, 1):
+        with torch.set_grad_enabled(outside):
+            saved, output = path.forward(SimpleNamespace(step=step), 0, arrived, 8)
+        assert output is None
+        assert saved.size == 8
+        assert saved.leaf.is_leaf
+        assert saved.leaf.requires_grad
+        saved.root.backward()
+        assert saved.leaf.grad.tolist() == [2.0, 2.0]
+    assert checked == [(4.0, [2.0, 2.0])] * 2
+    assert dtypes == [torch.bfloat16 if mixed else torch.float32] * 3

@@ -240,6 +240,22 @@ def test_state_that_is_only_written_may_have_copies(middle, recompute):
         assert torch.allclose(parameter, value, atol=1e-6)
 
 
+class Overwriting(Recording):
+    """Changes its input in place, and has a log."""
+
+    def forward(self, x):
+        return super().forward(x.add_(1))
+
+
+def test_a_first_layer_that_changes_its_input_is_observed_on_copies():
+    """Its second run, which shows whether a log is read, has the input of the first."""
+    model = nn.Sequential(Overwriting(), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 2))
+    plain = copy.deepcopy(model)
+    x, y = data()
+    loss = pipeline(model).train_batch(x.clone(), y)
+    torch.testing.assert_close(loss, functional.mse_loss(plain(x.clone()), y).detach())
+
+
 def test_a_buffer_that_begins_to_move_later_is_refused():
     """Buffers that change only after the first micro-batch are detected by their versions."""
 
@@ -397,7 +413,7 @@ def test_a_hook_that_steps_its_weight_needs_one_micro_batch(schedule):
         return model_of(layer)
 
     with pytest.raises(RunError, match=r"changes the weight during the backward of a micro-batch"):
-        pipeline(model(), schedule).train_batch(*data())
+        pipeline(model(), schedule, micro_batches=2).train_batch(*data())
     pipeline(model(), schedule, micro_batches=1).train_batch(*data())
 
 

@@ -9,9 +9,13 @@ import torch
 from tests.conformance.models import CASES, made
 from tests.conformance.reference import PlainTraining, added_up, differences, gradients
 from tests.runtime.jobs import sgd
+from tests.stage.parallel.scripted_groups import in_threads
+from tests.stage.replica_groups import SENT, Table, Weights, groups_of
+from torch import nn
 
 import penstock as ps
-from penstock.stage.replicas import rows_of
+from penstock.stage import replicas as replicas_module
+from penstock.stage.replicas import WaveReplicaExchange, rows_of
 
 #: Two pipelines of two stages in opposite directions.
 BOTH_WAYS = """rank 0 | 0F0 1F1 1B1 0F2 1F3 1B3 0B0 0B2 0U1 1U1
@@ -213,3 +217,178 @@ def test_beginning_again_keeps_what_was_set_aside():
     replicas.forget()
     replicas._set_grads([0] * len(parameters), [None] * len(parameters), {})
     assert all(parameter.grad is None for parameter in parameters)
+
+
+class Stub:
+    """Sums in buckets or in shared memory that note their calls."""
+
+    def __init__(self, nbytes, areas=()):
+        self.nbytes, self.areas, self.calls = nbytes, areas, []
+
+    def finish(self, subject, *needed):
+        """Return sums of ones for two parameters."""
+        self.calls.append(("finish", subject, *needed))
+        return [1, 1], [torch.ones(2, 2), None if any(needed) else torch.ones(2)]
+
+    def area(self, parameters):
+        """Return the memory, which may not be had."""
+        self.calls.append(("area", len(parameters)))
+        return self.areas[1]
+
+    def existing_area(self, parameters):
+        """Return the memory if it was made before."""
+        self.calls.append(("existing_area", len(parameters)))
+        return self.areas[0]
+
+    def __getattr__(self, name):
+        return lambda *subjects: self.calls.append((name, *subjects))
+
+
+def stubbed_group(monkeypatch, module, *, areas=None, buckets=None, **options):
+    """Return the first of two replicas, and the stub of its shared memory."""
+    memory = Stub(10, areas or (None, None))
+    monkeypatch.setattr(replicas_module, "SharedMemorySum", lambda messages, opens: memory)
+    open_segment = None if areas is None else int
+    first, _ = groups_of(
+        [module, module], open_segment=open_segment, buckets=buckets, optimizer=sgd, **options
+    )
+    return first, memory
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("existing", [None, "memory"])
+def test_gradients_of_one_host_are_summed_in_shared_memory(monkeypatch, existing, zero):
+    """It is started early only if it exists; buckets are for what has no memory. With ZeRO a
+    replica copies the sums that it needs.
+    """
+    module, buckets = nn.Linear(2, 2), Stub(5)
+    group, memory = stubbed_group(
+        monkeypatch, module, areas=(existing, "memory"), buckets=buckets, zero=zero
+    )
+    assert group.sum_bytes == 15
+    group.start()
+    assert memory.calls == [("existing_area", 2), *([("start", "memory")] if existing else [])]
+    memory.calls.clear()
+    group.all_reduce()
+    group.all_reduce(updates=True)
+    needed = group.shards.is_updated_here if zero else None
+    finish = ("finish", "memory")
+    assert memory.calls == [("area", 2), (*finish, None), ("area", 2), (*finish, needed)]
+    assert module.weight.grad.tolist() == [[1.0, 1.0]] * 2
+    assert (module.bias.grad is None) == bool(zero)
+    group.forget()
+    assert memory.calls[-1] == buckets.calls[-1] == ("forget",)
+    assert "finish" not in [name for name, *_ in buckets.calls]
+
+
+def test_gradients_between_hosts_are_summed_in_buckets(monkeypatch):
+    """Those of the trained parameters, from the last backward on; also where memory is lacking."""
+    module = nn.Linear(2, 2)
+    for areas in (None, (None, None)):
+        buckets = Stub(5)
+        group, _ = stubbed_group(monkeypatch, module, areas=areas, buckets=buckets)
+        assert group.sum_bytes == (5 if areas is None else 15)
+        group.watch()
+        group.start()
+        group.poll()
+        group.all_reduce()
+        group.forget()
+        parameters = [module.weight, module.bias]
+        assert [name for name, *_ in buckets.calls] == [
+            "watch",
+            "start",
+            "poll",
+            "finish",
+            "forget",
+        ]
+        assert all(subject == parameters for _, subject in (*buckets.calls[:2], buckets.calls[3]))
+
+
+@pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "sparse"])
+def test_early_sums_leave_out_stages_that_are_frozen_or_have_sparse_gradients(monkeypatch, frozen):
+    """Flat memory has a fixed size; a stage without gradients has nothing to sum."""
+    module = Table().requires_grad_(requires_grad=not frozen)
+    buckets = Stub(5)
+    group, memory = stubbed_group(monkeypatch, module, areas=("memory",) * 2, buckets=buckets)
+    group.watch()
+    group.start()
+    assert buckets.calls == memory.calls == []
+    if frozen:
+        group.all_reduce()
+        assert SENT == []
+    else:
+        assert group._shared_area() is None
+    assert buckets.calls == memory.calls == []
+
+
+def test_optional_steps_of_a_sum_do_nothing_without_buckets_and_memory():
+    """Sums by messages begin and end in `all_reduce`; at level 0 no updates are exchanged."""
+    first, _ = groups_of([nn.Linear(2, 2), nn.Linear(2, 2)])
+    first.watch()
+    first.start()
+    first.poll()
+    first.send_updates()
+    first.receive_updates()
+    first.forget()
+    assert first.sum_bytes == 0
+    assert SENT == []
+
+
+def test_weights_and_buffers_of_the_first_replica_are_copied_to_all_others():
+    """Frozen ones too, as they were when they were sent; no rank answers."""
+    modules = [Weights(number + 1) for number in range(3)]
+    for number, module in enumerate(modules):
+        module.weights[0].requires_grad_(requires_grad=False)
+        for weight in module.weights:
+            weight.data.fill_(number + 1.0)
+    groups = groups_of(modules)
+    waits = []
+    for group in groups:
+        group.guard = lambda rank, action: waits.append(rank) or action()
+    groups[0].share_weights()
+    assert {(sender, peer) for sender, peer, *_ in SENT} == {(1, 3), (1, 5)}
+    for weight in modules[0].weights:
+        weight.data.zero_()
+    for group in groups[1:]:
+        group.share_weights()
+    assert waits == [1, 1]
+    for module in modules[1:]:
+        assert all(bool((weight == 1).all()) for weight in module.weights)
+        assert module.count.tolist() == [1, 2]
+
+
+def test_updates_are_sent_by_their_owner_and_copied_by_the_others():
+    """What was updated, and no other parameter."""
+    modules = [Weights() for _ in range(2)]
+    groups = groups_of(modules, optimizer=sgd, zero=1)
+    for number, (module, group) in enumerate(zip(modules, groups, strict=True)):
+        for weight in module.weights:
+            weight.data.fill_(number + 1.0)
+        group.send_updates()
+    owned = [[group.shards.is_updated_here(w) for w in group._parameters] for group in groups]
+    in_threads(2, lambda n: groups[n].receive_updates())
+    for module in modules:
+        values = [float(weight.detach().max()) for weight in module.weights]
+        assert values == [1.0 if first else 2.0 for first in owned[0]]
+
+
+def test_waves_go_to_all_other_replicas_and_do_not_mix():
+    """A wave of the same number is another message; the order of arrivals is that of the ranks."""
+    groups = groups_of([nn.Linear(1, 1) for _ in range(3)])
+    waits = []
+    for group in groups:
+        group.guard = lambda rank, action: waits.append(rank) or action()
+    ends = [WaveReplicaExchange(group) for group in groups]
+    assert [end.copies for end in ends] == [3] * 3
+    for wave in (0, 1):
+        for number, end in enumerate(ends):
+            end.send_wave(wave, [torch.tensor(10.0 * wave + number), torch.ones(2)])
+    assert waits == [3, 5, 1, 5, 1, 3] * 2
+    waits.clear()
+    for wave in (1, 0):
+        for number, end in enumerate(ends):
+            rows = end.receive_wave(wave)
+            others = [other for other in range(3) if other != number]
+            assert [float(row[0]) for row in rows] == [10.0 * wave + other for other in others]
+            assert all(len(row) == 2 for row in rows)
+    assert waits == [3, 5, 1, 5, 1, 3] * 2

@@ -11,7 +11,7 @@ import torch
 from tests.conformance.reference import differences, gradients, in_order_of
 from tests.conformance.reference_slices import PlainSlices
 from tests.conformance.slice_programs import seq1f1b, terapipe
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional
 
 import penstock as ps
@@ -236,11 +236,12 @@ def test_keys_and_values_are_freed_as_soon_as_their_slices_backward_is_done():
     """The memory promise of token slices: a completed micro-batch leaves nothing behind, whatever
     its neighbours do.
     """
-    storages: list[tuple[int, weakref.ref[Tensor]]] = []
+    storages: list[tuple[int, weakref.ref[torch.UntypedStorage]]] = []
 
     def keep(value, past):
         grown = value * 1 if past is None else torch.cat([past, value], dim=1)
-        storages.append((grown.shape[1], weakref.ref(grown)))
+        # The memory, of which further tensors may be views.
+        storages.append((grown.shape[1], weakref.ref(grown.untyped_storage())))
         return value + grown.mean(dim=1, keepdim=True), grown
 
     torch.manual_seed(0)
@@ -254,7 +255,7 @@ def test_keys_and_values_are_freed_as_soon_as_their_slices_backward_is_done():
     def watched(*args):
         grads = backward(*args)
         gc.collect()
-        alive.append([length for length, tensor in storages if tensor() is not None])
+        alive.append([length for length, storage in storages if storage() is not None])
         return grads
 
     stage.backward = watched
@@ -276,3 +277,25 @@ def test_states_and_gradients_of_a_failed_batch_are_dropped():
     states.store_grads(3, [None])
     assert (states.pop_grads(2), states.pop_grads(3), states.pop_grads(3)) == ([], [None], [])
     assert states.pop_grads(None) == []
+
+
+@pytest.mark.parametrize(("recompute", "extra"), [("never", 0), ("except_last", 3), ("always", 6)])
+def test_slices_are_recomputed_as_their_micro_batch(recompute, extra):
+    """The last micro-batch is exempt with all of its slices, and no other slice."""
+    lengths = []
+
+    def keep(value, past):
+        lengths.append(value.shape[1])
+        return value * 1, None
+
+    model = nn.Sequential(nn.Linear(16, 16), Keeps(keep))
+    pipe = ps.Pipeline(
+        model,
+        loss=loss,
+        balance=[2],
+        schedule=seq1f1b(1, SLICING),
+        recompute=recompute,
+        executor="threads",
+    )
+    pipe.train_batch(X, Y)
+    assert len(lengths) == 6 + extra

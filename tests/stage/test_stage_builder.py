@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 import penstock as ps
-from penstock.stage.stage import StageLayer
-from penstock.stage.stage_builder import parameter_names
+from penstock.errors import SettingError
+from penstock.ranks.settings.run_config import RunConfig
+from penstock.ranks.tied_weights import shared_tensors
+from penstock.schedule.recompute import Recompute
+from penstock.stage import stage_builder
+from penstock.stage.activation_meter import ActivationMeter
+from penstock.stage.replica_check import ReplicatedStage
+from penstock.stage.stage import Stage, StageLayer
+from penstock.stage.stage_builder import StageBuilder, Training, parameter_names
+from penstock.stage.stage_layers import StageLayers
+from penstock.stage.training_options import TrainingOptions
+from penstock.weights.catalogue import weight_rule
 
 
 def sgd(parameters):
@@ -222,3 +233,194 @@ def test_stages_begin_and_end_as_the_cut_of_a_traced_model_demands():
     runners = {stage.index: stage.runner for stage in assembly.stages}
     assert [runners[index].entry for index in range(3)] == [None, entries[1], entries[4]]
     assert [runners[index].exit for index in range(3)] == [exits[0], exits[3], None]
+
+
+def builder_of(layers, lengths, schedule, *, local_ranks=None, parallelism=None, **options):
+    """Return a builder over a world in which some ranks are local, by default all."""
+    traced = ps.chain(layers)
+    schedule = ps.Schedule.parse(schedule)
+    setting = RunConfig(
+        tuple(lengths),
+        schedule,
+        Recompute.SELECTIVE,
+        weight_rule("flush"),
+        recomputed=frozenset({1}),
+        segment_starts=frozenset({2}),
+    )
+    local_ranks = [*range(schedule.ranks)] if local_ranks is None else local_ranks
+    world = SimpleNamespace(
+        local_ranks=local_ranks, size=schedule.ranks, device=lambda rank: torch.device("cpu")
+    )
+    training = Training(
+        nn.functional.mse_loss, sgd, 7, TrainingOptions(**options), parallelism=parallelism
+    )
+    shared = shared_tensors(traced.description, setting.lengths, schedule)
+    return StageBuilder(traced, setting, world, training, shared)
+
+
+#: Two stages on two ranks.
+TWO = "0F0 0B0 0U1\n1F0 1B0 1U1"
+
+
+def test_a_stage_has_what_setting_and_options_say(monkeypatch):
+    """Its runner, its update and its loss; all stages of a rank count on one meter."""
+    runners = {}
+
+    def runner(layers, *settings):
+        runners[layers[0].index] = settings
+        return StageLayers(layers, *settings[:2])
+
+    monkeypatch.setattr(stage_builder, "StageLayers", runner)
+    layers = [nn.Linear(3, 3) for _ in range(3)]
+    options = {"clip_grad_value": 0.5, "autocast": "bfloat16", "loss_weight": len}
+    more = {"offload": 0.25, "compile": {"backend": "eager"}}
+    builder = builder_of(layers, [2, 1], TWO, **options, **more)
+    meter = ActivationMeter()
+    stages = {}
+    for rank in range(2):
+        built, shared = builder.build_stages(rank, meter)
+        assert shared == []
+        stages |= built
+    assert list(stages) == [0, 1]
+    cpu, recomputed, starts = torch.device("cpu"), frozenset({1}), frozenset({2})
+    common = (None, None, recomputed, starts, {"backend": "eager"}, 0.25)
+    assert runners == {0: (cpu, 7, *common), 2: (cpu, 7, *common)}
+    for index, stage in stages.items():
+        assert stage.index == index
+        assert stage.recompute is Recompute.SELECTIVE
+        assert stage.activation_meter is meter
+        assert stage.autocast is torch.bfloat16
+        assert stage.loss is (nn.functional.mse_loss if index else None)
+        assert stage.loss_options.loss_weight is len
+        assert stage.evicted == set()
+        assert (stage.update.clip_value, stage.update.place) == (0.5, f"stage {index}")
+        assert type(stage.update.optimizer) is torch.optim.SGD
+        assert stage.reach.stage == index
+        parameters = [p for layer in stage.layers for p in layer.module.parameters()]
+        assert list(map(id, stage.reach.parameters)) == list(map(id, parameters))
+        assert list(map(id, stage.update.parameters)) == list(map(id, parameters))
+        others = [layer for layer in layers if layer not in stage.layers]
+        assert all(stage.reach.model.name(layer.weight) for layer in others)
+    assert [layer.index for layer in stages[0].layers] == [0, 1]
+    assert [(layer.index, layer.name) for layer in stages[1].layers] == [(2, "2")]
+
+
+def test_a_stage_with_copies_checks_what_it_reads():
+    """One that only one rank has does not."""
+    schedule = "0F0 1F0 1F1 1B1 1B0 0B0 0U1 1U1\n0F1 0B1 0U1"
+    builder = builder_of([nn.Linear(3, 3), nn.Linear(3, 3)], [1, 1], schedule)
+    stages, _ = builder.build_stages(0, ActivationMeter())
+    assert [type(stages[index]) for index in range(2)] == [ReplicatedStage, Stage]
+
+
+class Nested(nn.Module):
+    """A layer with a module inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Tanh()
+
+    def forward(self, x):
+        """Run it."""
+        return self.inner(x)
+
+
+def test_the_only_rank_of_a_process_has_the_users_modules_wherever_tensors_are_at_home():
+    """No other rank reads them; classes are remembered where they cross between processes."""
+    remembered = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stage_builder, "remember_code", remembered.extend)
+        shared = nn.Linear(3, 3)
+        layers = [shared, Nested(), shared]
+        builder = builder_of(layers, [2, 1], TWO, local_ranks=[1])
+        assert builder_of(layers, [2, 1], TWO) is not None
+    stages, rank_shared = builder.build_stages(1, ActivationMeter())
+    assert stages[1].layers[0].module is shared
+    assert [entry.name for entry, _ in rank_shared] == ["0.weight", "0.bias"]
+    assert [tensor is shared.weight for _, tensor in rank_shared] == [True, False]
+    parts = [shared, *layers[1].modules(), shared, nn.functional.mse_loss]
+    assert remembered == parts
+
+
+class Sharing:
+    """A parallelism that replaces the weights of layers, and notes its calls."""
+
+    def __init__(self):
+        self.calls = []
+
+    def apply(self, index, modules):
+        """Replace them."""
+        self.calls.append((index, [*modules]))
+        for module in modules:
+            module.weight = nn.Parameter(torch.full((3, 3), 5.0))
+        return f"shared {index}"
+
+
+def test_layers_are_shared_before_their_tensors_are_listed():
+    """The optimizer must get the tensors that take the place of the user's."""
+    layers, sharing = [nn.Linear(3, 3) for _ in range(3)], Sharing()
+    schedule = "0F0 1F0 1B0 0B0 0U1 1U1"
+    builder = builder_of(layers, [2, 1], schedule, parallelism=sharing)
+    stages, _ = builder.build_stages(0, ActivationMeter())
+    assert sharing.calls == [(0, layers[:2]), (1, layers[2:])]
+    assert builder.parallel == {0: "shared 0", 1: "shared 1"}
+    for stage in stages.values():
+        weights = [layer.module.weight for layer in stage.layers]
+        optimized = {
+            id(p) for group in stage.update.optimizer.param_groups for p in group["params"]
+        }
+        assert {id(weight) for weight in weights} <= optimized
+
+
+def test_a_weight_of_several_stages_must_not_be_divided(monkeypatch):
+    """Its gradients are summed between stages as wholes; the message says which it is."""
+    layers = [nn.Linear(3, 3), nn.Linear(3, 3)]
+    layers[1].weight = layers[0].weight
+    builder = builder_of(layers, [1, 1], TWO)
+    monkeypatch.setattr(stage_builder, "is_sharded", lambda tensor: True)
+    with pytest.raises(SettingError, match=r"^parallelize= divides 0\.weight, which several"):
+        builder.build_stages(1, ActivationMeter())
+
+
+def test_modules_with_computed_tensors_are_copied():
+    """torch refuses to copy a tensor that has a graph, such as a stored output."""
+    layer = nn.Linear(3, 3)
+    layer.last = layer(torch.ones(1, 3))
+    assert not layer.last.is_leaf
+    schedule = "0F0 0B0 0U1\n0F1 0B1 0U1"
+    stages, _ = builder_of([layer], [1], schedule).build_stages(1, ActivationMeter())
+    copied = stages[0].layers[0].module
+    assert torch.equal(copied.weight, layer.weight)
+    assert copied.weight is not layer.weight
+    assert torch.equal(copied.last, layer.last)
+
+
+def test_a_rank_of_several_processes_has_its_groups_and_its_entry_on_its_device():
+    """As ranks that are threads have."""
+    layers = [nn.Linear(3, 3), nn.Linear(3, 3)]
+    builder = builder_of(
+        layers, [1, 1], TWO, local_ranks=[1], parameter_groups=lambda name, p: {"lr": len(p.shape)}
+    )
+    meta = torch.device("meta")
+    builder.world.device = lambda rank: meta
+    builder.traced = replace(builder.traced, entries={1: nn.Linear(3, 3)})
+    stages, _ = builder.build_stages(1, ActivationMeter())
+    rates = [group["lr"] for group in stages[1].update.optimizer.param_groups]
+    assert sorted(rates) == [1, 2]
+    assert stages[1].runner.device == meta
+    assert stages[1].runner.entry.weight.device == meta
+
+
+@pytest.mark.parametrize("balance", [[3], [2, 1], [1, 2]])
+def test_layers_of_a_copy_share_what_the_users_layers_share(balance):
+    """Within a stage and between stages of the rank."""
+    layers = [nn.Linear(3, 3) for _ in range(3)]
+    layers[2].weight = layers[0].weight
+    assembly = assembly_of(layers, balance, replicated([[0], [1]], len(balance)))
+    for rank in range(2):
+        modules = [
+            module for index in range(len(balance)) for module in modules_of(assembly, rank, index)
+        ]
+        assert modules[0].weight is modules[2].weight
+        assert (modules[0].weight is layers[0].weight) == (rank == 0)
+        assert modules[1].weight is not modules[0].weight

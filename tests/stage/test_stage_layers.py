@@ -4,6 +4,9 @@ again.
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -11,6 +14,8 @@ from torch import nn
 from penstock.batches.batch import make_batch
 from penstock.optim.update import Update
 from penstock.schedule.recompute import Recompute
+from penstock.stage import stage_layers as stage_layers_module
+from penstock.stage.slice_state import SliceState
 from penstock.stage.stage import Stage
 from penstock.stage.stage_layers import StageLayer, StageLayers
 
@@ -103,7 +108,9 @@ def test_layers_that_run_again_give_the_same_to_the_bit(recomputed):
     x, y = data()
     one, other = layers(), layers()
     plain, again = stage(one), stage(other, recompute="selective", recomputed=frozenset(recomputed))
+    state = torch.get_rng_state()
     assert trained(plain, x, y) == trained(again, x, y)
+    assert torch.equal(torch.get_rng_state(), state), "the caller's generator is as it was"
     for mine, theirs in zip(
         nn.ModuleList(one).state_dict().values(),
         nn.ModuleList(other).state_dict().values(),
@@ -157,3 +164,177 @@ def test_a_scaled_loss_is_reported_as_it_is():
     scaled.loss_scale = 4.0
     assert trained(plain, x, y) == trained(scaled, x, y)
     torch.testing.assert_close(other.weight.grad, 4 * one.weight.grad)
+
+
+class Past(nn.Module):
+    """A layer that passes on the sum of the values so far."""
+
+    def forward_slice(self, value, past):
+        """Add what came before."""
+        total = value.sum() if past is None else past + value.sum()
+        return value + total, total
+
+    def forward(self, value):
+        """Run on a whole sequence."""
+        return value * 10
+
+
+def layers_of(*modules, **options):
+    """Return layers 3, 4 and so on of a chain, with the names a, b and so on."""
+    entries = [StageLayer(3 + n, "abcdefgh"[n], module) for n, module in enumerate(modules)]
+    return StageLayers(entries, CPU, 0, **options)
+
+
+class Batch(SimpleNamespace):
+    """A batch, which is known by a weak reference."""
+
+
+def batch_of(*, cuts_tokens=False, training=True):
+    """Return a batch of one micro-batch."""
+    inputs = [torch.ones(2)]
+    return Batch(step=0, training=training, inputs=inputs, cuts_tokens=cuts_tokens)
+
+
+@pytest.mark.parametrize("cuts_tokens", [False, True])
+@pytest.mark.parametrize("others", [(), (nn.Dropout(0.0),)])
+def test_layers_pass_on_state_only_where_sequences_are_cut(cuts_tokens, others):
+    """By their index and name in the chain, from the state of the slices before."""
+    stage_layers = layers_of(nn.Identity(), Past(), *others)
+    for incoming in ({}, {4: torch.tensor(5.0)}):
+        state = SliceState(incoming)
+        output = stage_layers.run(batch_of(cuts_tokens=cuts_tokens), 0, torch.ones(2), state)
+        if not cuts_tokens:
+            assert output.tolist() == [10, 10]
+            assert state.outgoing == {}
+            continue
+        total = 2 + (5 if incoming else 0)
+        assert output.tolist() == [1 + total] * 2
+        assert {index: float(value) for index, value in state.outgoing.items()} == {4: total}
+        assert {name for name, *_ in state._versions} == {"b"}
+
+
+def test_entry_layers_and_exit_run_in_this_order():
+    """Also where nothing draws, nothing is cut and nothing runs again."""
+    order = []
+
+    class Noted(nn.Module):
+        """A module that notes its calls."""
+
+        def __init__(self, name):
+            super().__init__()
+            self.name = [name]
+
+        def forward(self, value, inputs=None):
+            """Note the call."""
+            order.append(self.name[0] if inputs is None else (self.name[0], inputs.tolist()))
+            return value
+
+    def end(value):
+        order.append("exit")
+        return value + 1
+
+    for options in ({"recomputed": frozenset({4})}, {}):
+        stage_layers = layers_of(Noted("a"), Noted("b"), entry=Noted("entry"), exit=end, **options)
+        assert [type(module) for module in stage_layers.modules()] == [Noted] * 3
+        assert next(stage_layers.modules()).name == ["entry"]
+        for training in (True, True, False):
+            order.clear()
+            batch = batch_of(training=training)
+            assert stage_layers.run(batch, 0, torch.zeros(2), SliceState()).tolist() == [1, 1]
+            assert order == [("entry", [1.0, 1.0]), "a", "b", "exit"]
+
+
+@pytest.mark.parametrize("share", [0.25, 1.0])
+def test_saved_tensors_are_offloaded_in_training_alone(monkeypatch, share):
+    """All but weights and buffers, those of the entry included."""
+    calls = []
+
+    @contextmanager
+    def noting(weights, share):
+        calls.append((weights, share))
+        yield
+
+    monkeypatch.setattr(stage_layers_module, "offloading", noting)
+    layer, entry = nn.BatchNorm1d(2), Scale()
+    entry.weight = nn.Parameter(torch.ones(3))
+    layer.register_buffer("sparse", torch.eye(2).to_sparse())
+    layer.register_buffer("view", torch.ones(4)[2:])
+    stage_layers = layers_of(layer, entry=entry, offload=share)
+    stage_layers.run(batch_of(), 0, torch.ones(2, 2), SliceState())
+    with torch.no_grad():
+        stage_layers.run(batch_of(training=False), 0, torch.ones(2, 2), SliceState())
+    tensors = [entry.weight, *layer.parameters(), *layer.buffers()]
+    addresses = {tensor.untyped_storage().data_ptr() for tensor in tensors if not tensor.is_sparse}
+    assert calls == [(addresses, share)]
+    layers_of(layer).run(batch_of(), 0, torch.ones(2, 2), SliceState())
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("recomputed", [frozenset(), frozenset({4})])
+def test_neighbours_are_compiled_as_one_function_unless_they_draw_or_pass_on_state(
+    monkeypatch, recomputed
+):
+    """Dropout is apart whatever its rate, which may rise later. Layers that run again are apart."""
+    compiled, resets = [], []
+
+    def compile_module(module, **options):
+        assert options == {"backend": "one"}
+        compiled.append(module)
+        return module
+
+    monkeypatch.setattr(torch, "compile", compile_module)
+    monkeypatch.setattr(torch.compiler, "reset", lambda: resets.append(1))
+    modules = [
+        nn.Linear(2, 2),
+        nn.ReLU(),
+        nn.Dropout(0.0),
+        nn.Tanh(),
+        Past(),
+        nn.Linear(2, 2),
+        nn.Sigmoid(),
+        nn.Tanh(),
+    ]
+    stage_layers = layers_of(*modules, compile={"backend": "one"}, recomputed=recomputed)
+    parts = [(part.index, part.name, part.slice_state) for part in stage_layers._parts]
+    if recomputed:
+        assert [name for _, name, _ in parts] == list("abcdefgh")
+        assert compiled == modules
+        assert [index for index, *_ in parts] == [*range(3, 11)]
+    else:
+        assert parts == [
+            (3, "a + b", False),
+            (5, "c", False),
+            (6, "d", False),
+            (7, "e", True),
+            (8, "f + g + h", False),
+        ]
+        assert [*compiled[0]] == modules[:2]
+        assert compiled[1:4] == modules[2:5]
+        assert [*compiled[4]] == modules[5:]
+        assert stage_layers.draws._joined == {3: "a + b", 8: "f + g + h"}
+    count = len(compiled)
+    assert resets == []
+    stage_layers.renew()
+    assert (len(compiled), resets) == (2 * count, [1])
+    layers_of(*modules).renew()
+    assert resets == [1]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_all_modules_are_evaluated_and_then_have_their_own_modes_again(fails):
+    """Those of the entry and those inside layers, too; a user may keep some in evaluation mode."""
+    inner = nn.Sequential(nn.Linear(2, 2), nn.Dropout())
+    entry = nn.Sequential(nn.BatchNorm1d(2))
+    stage_layers = layers_of(inner, nn.Tanh(), entry=entry)
+    inner[1].training = entry[0].training = False
+    modes = [module.training for module in stage_layers.modules()]
+    assert modes.count(False) == 2
+    try:
+        with stage_layers.evaluation_mode():
+            assert not any(module.training for module in stage_layers.modules())
+            inner[1].training = True
+            if fails:
+                raise KeyError
+    except KeyError:
+        assert fails
+    assert [module.training for module in stage_layers.modules()] == modes

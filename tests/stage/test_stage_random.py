@@ -1,13 +1,542 @@
-"""Which layers are seeded: those whose code may draw, as it is at the beginning of a batch."""
+"""Random numbers of the layers of a stage: their streams, and which layers are seeded: those whose
+code may draw, as it is at the beginning of a batch.
+"""
 
 from __future__ import annotations
 
+import random
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import penstock as ps
+from penstock.errors import RunError
 from penstock.modules import randomness
+from penstock.modules.randomness import stream_seed
+from penstock.stage.stage_random import Place, StageDraws
+
+CPU = torch.device("cpu")
+SEED = 11
+
+
+def parts_of(*modules, first=0):
+    """Return the layers of a stage that begins with layer `first`."""
+    return [
+        SimpleNamespace(index=first + place, name=f"layer{first + place}", module=module)
+        for place, module in enumerate(modules)
+    ]
+
+
+def draws_of(*modules, first=0, **options):
+    """Return the random numbers of a stage, and its layers."""
+    parts = parts_of(*modules, first=first)
+    options = {"joined": {}, **options}
+    return StageDraws(parts, CPU, SEED, **options), parts
+
+
+class Batch(SimpleNamespace):
+    """A batch, which is known by a weak reference."""
+
+
+def batch_of(step=0, *, training=True, count=2):
+    """Return a batch of some micro-batches."""
+    return Batch(step=step, training=training, inputs=[None] * count)
+
+
+def forward(draws, parts, batch, number, value, *, again=False):
+    """Run all layers on a micro-batch, as a stage does."""
+    place = Place(batch, number)
+    method = draws.call_again if again else draws.call
+    if not again:
+        draws.begin(batch)
+    with draws.running():
+        for part in parts:
+            value = method(part, place, part.module, value)
+    return value
+
+
+def seeded(function, *components):
+    """Return what a function draws from a stream."""
+    seed = stream_seed(SEED, *components)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return function()
+
+
+class Noise(nn.Module):
+    """A layer that adds random numbers of torch."""
+
+    def forward(self, x):
+        """Add them."""
+        return x + torch.rand(3)
+
+
+class Quiet(nn.Module):
+    """A layer of the user that draws nothing, as its code proves."""
+
+    rate = 0.0
+
+    def forward(self, x):
+        """Apply a function."""
+        return torch.relu(x)
+
+
+def test_a_stream_depends_on_seed_step_layer_and_micro_batch_alone():
+    """Not on the cut, the order, other layers or the state of the generator, which stays as it
+    was; in evaluation, also on the number of the evaluation at this step.
+    """
+    draws, parts = draws_of(nn.Identity(), Noise(), Noise(), first=4)
+    alone, (part,) = draws_of(Noise(), first=6)
+    x = torch.zeros(3)
+    for step in range(4):
+        for training in (True, False):
+            for evaluation in range(1 if training else 3):
+                batch = batch_of(step, training=training)
+                tail = () if training else (1, evaluation)
+                for number in (1, 0):
+                    torch.manual_seed(step)
+                    before = torch.get_rng_state()
+                    result = forward(draws, parts, batch, number, x)
+                    assert torch.equal(torch.get_rng_state(), before)
+                    first, second = (
+                        seeded(lambda: torch.rand(3), step, index, number, *tail)
+                        for index in (5, 6)
+                    )
+                    assert torch.equal(result, x + first + second)
+                    assert torch.equal(forward(alone, [part], batch, number, first), first + second)
+
+
+def test_a_second_run_of_a_layer_draws_the_numbers_of_the_first():
+    """In a backward, after others have drawn; the generators are as before then."""
+    draws, parts = draws_of(nn.Linear(3, 3), nn.Dropout(0.5), Noise())
+    x = torch.ones(3)
+    for step in range(3):
+        batch = batch_of(step)
+        results = [forward(draws, parts, batch, number, x) for number in range(2)]
+        torch.rand(step + 1)
+        before = torch.get_rng_state()
+        for number in (1, 0):
+            again = forward(draws, parts, batch, number, x, again=True)
+            assert torch.equal(again, results[number])
+        assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(
+    ("modules", "training", "evaluation"),
+    [
+        ([nn.Linear(3, 3), nn.ReLU()], False, False),
+        ([nn.Linear(3, 3), nn.Dropout(0.5)], True, False),
+        ([nn.Dropout(0.5), nn.Linear(3, 3)], True, False),
+        ([nn.Dropout(0.0)], False, False),
+    ],
+)
+def test_only_stages_whose_layers_may_draw_need_the_generators(modules, training, evaluation):
+    """Of torch's own layers that is known; in evaluation they draw nothing."""
+    draws, _ = draws_of(*modules)
+    for step in range(3):
+        for number in range(2):
+            batch = batch_of(step, count=2)
+            assert draws.begin(batch) is training, number
+            assert draws.needed is training
+        assert draws.begin(batch_of(step, training=False)) is evaluation
+        assert not draws.watches_backward
+
+
+def test_settings_are_read_at_the_beginning_of_a_batch():
+    """A rate may rise between two batches, and a hook may be registered; within a batch nothing
+    is read again.
+    """
+    dropout, linear = nn.Dropout(0.0), nn.Linear(3, 3)
+    draws, _ = draws_of(dropout, linear)
+    batch = batch_of(0)
+    assert not draws.begin(batch)
+    dropout.p = 0.5
+    assert not draws.begin(batch)
+    assert draws.begin(batch_of(1))
+    dropout.p = 0.0
+    assert not draws.begin(batch_of(2))
+    handle = linear.register_forward_hook(lambda module, inputs, output: output + torch.rand(3))
+    assert draws.begin(batch_of(3))
+    handle.remove()
+    assert not draws.begin(batch_of(4))
+
+
+def observed(draws, step, *, training=True, count=3):
+    """Return for each micro-batch of a batch whether its forward is observed."""
+    batch = batch_of(step, training=training, count=count)
+    return [draws.begin(batch) for _ in range(count)]
+
+
+def test_layers_of_the_user_are_observed_in_batches_1_2_4_8():
+    """All micro-batches of the first and one of each other; training and evaluation count apart,
+    and both again when a setting of the layers or a number in them changes.
+    """
+    module = Quiet()
+    draws, _ = draws_of(nn.Linear(3, 3), module)
+    all_of, one, none = [True] * 3, [True, False, False], [False] * 3
+    expected = [all_of, one, none, one, none, none, none, one, none]
+    assert [observed(draws, step) for step in range(9)] == expected
+    assert [observed(draws, 9, training=False) for _ in range(9)] == expected
+    module.rate = 0.5
+    module.rate = 0.25
+    assert [observed(draws, step) for step in range(3)] == expected[:3]
+    assert [observed(draws, 9, training=False) for _ in range(3)] == expected[:3]
+    handle = module.register_forward_hook(lambda *_: None)
+    handle.remove()
+    assert observed(draws, 12) == one
+    draws._parts[0].module.p = 0.5
+    assert [observed(draws, step) for step in range(3)] == expected[:3]
+
+
+class Rare(nn.Module):
+    """A layer that draws in some calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.draws_now = [True]
+
+    def forward(self, x):
+        """Add random numbers, if it draws."""
+        return x + torch.rand(3) if self.draws_now[0] else x * 1
+
+
+def test_a_layer_that_has_drawn_once_is_seeded_ever_after():
+    """Also when other settings of the layers change, and the count of observed batches begins
+    again.
+    """
+    rare, dropout = Rare(), nn.Dropout(0.0).eval()
+    draws, parts = draws_of(rare, dropout)
+    x = torch.zeros(3)
+
+    def evaluated(step):
+        torch.manual_seed(step)
+        return forward(draws, parts, batch_of(step, training=False, count=1), 0, x)
+
+    evaluated(0)
+    rare.draws_now[0] = False
+    dropout.p = 0.5
+    evaluated(1)
+    evaluated(2)
+    rare.draws_now[0] = True
+    expected = seeded(lambda: torch.rand(3), 3, 0, 0, 1, 0)
+    assert torch.equal(evaluated(3), expected)
+
+
+class Drawing(torch.Tensor):
+    """A tensor whose functions draw."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        """Add a random number to what the function returns."""
+        values = [arg.as_subclass(torch.Tensor) if type(arg) is cls else arg for arg in args]
+        return function(*values, **(kwargs or {})) + torch.rand(3)
+
+
+def test_a_layer_that_was_seen_to_draw_is_seeded_although_its_code_draws_nothing():
+    """The proof assumes plain tensors. It is so also after other layers have changed."""
+    dropout = nn.Dropout(0.0).eval()
+    draws, parts = draws_of(Quiet(), dropout)
+
+    def trained(step, value):
+        torch.manual_seed(step)
+        batch = batch_of(step, count=1)
+        draws.begin(batch)
+        with draws.running():
+            return draws.call(parts[0], Place(batch, 0), parts[0].module, value)
+
+    plain, drawing = torch.zeros(3), torch.zeros(3).as_subclass(Drawing)
+    for changes in (False, True):
+        first = 4 * changes
+        if changes:
+            dropout.p = 0.5
+        else:
+            trained(0, drawing)
+        for step in (first + 1, first + 2):
+            trained(step, plain)
+        expected = seeded(lambda: torch.rand(3), first + 3, 0, 0)
+        assert torch.equal(trained(first + 3, drawing), expected)
+
+
+class Hidden(nn.Module):
+    """A layer that draws by a function that its code does not name."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = [function]
+
+    def forward(self, x):
+        """Add a random number."""
+        return x + self.function[0]()
+
+
+def python_number():
+    """Draw from Python's generator."""
+    return random.random()
+
+
+def numpy_number():
+    """Draw from NumPy's generator."""
+    return float(np.random.rand())  # noqa: NPY002
+
+
+class Mentions(nn.Module):
+    """A layer that draws by a function that its code names."""
+
+    def forward(self, x):
+        """Add a random number."""
+        return x + python_number() + numpy_number()
+
+
+def host_number(function, *components):
+    """Return what a function draws from a stream of the host."""
+    seed = stream_seed(SEED, *components)
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)  # noqa: NPY002
+    return function()
+
+
+@pytest.mark.parametrize(
+    ("module", "functions"),
+    [
+        (Hidden(python_number), [python_number]),
+        (Hidden(numpy_number), [numpy_number]),
+        (Mentions(), [python_number, numpy_number]),
+    ],
+    ids=["python", "numpy", "both by name"],
+)
+@pytest.mark.parametrize("training", [True, False])
+def test_generators_of_the_host_are_seeded_where_layers_draw_from_them(module, functions, training):
+    """Also in batches that are not observed, and in a second run; their states stay as they were."""
+    draws, parts = draws_of(nn.Identity(), module)
+    x = torch.zeros(1)
+    for step in range(3):
+        batch = batch_of(step, training=training)
+        tail = () if training else (1, 0)
+        for number in range(2):
+            expected = sum(host_number(function, step, 1, number, *tail) for function in functions)
+            random.seed(step)
+            np.random.seed(step)  # noqa: NPY002
+            states = random.getstate(), np.random.get_state()[1].tolist()  # noqa: NPY002
+            for again in (False, True) if training else (False,):
+                result = forward(draws, parts, batch, number, x, again=again)
+                assert float(result) == pytest.approx(expected, rel=1e-6)
+                now = random.getstate(), np.random.get_state()[1].tolist()  # noqa: NPY002
+                assert now == states
+
+
+class Plain(nn.Module):
+    """A layer that draws nothing, unless an instance has another forward."""
+
+    def forward(self, x):
+        """Return a copy."""
+        return x * 1
+
+
+def test_a_forward_that_is_replaced_in_one_instance_is_read_for_that_one():
+    """Other instances of its class say nothing of it, whichever comes first."""
+    replaced = Plain()
+    replaced.forward = lambda x: x + python_number()
+    hooked = Plain()
+    hooked.register_forward_hook(lambda module, inputs, output: output + python_number())
+    for modules in ([Plain(), replaced], [replaced, Plain()], [hooked, Plain()], [Plain(), hooked]):
+        draws, parts = draws_of(*modules)
+        x = torch.zeros(1)
+        for step in range(3):
+            batch = batch_of(step, count=1)
+            place = next(n for n, module in enumerate(modules) if module in (replaced, hooked))
+            expected = host_number(python_number, step, place, 0)
+            random.seed(step)
+            result = forward(draws, parts, batch, 0, x)
+            assert float(result) == pytest.approx(expected, rel=1e-6)
+
+
+class DrawingBackward(torch.autograd.Function):
+    """The identity, whose gradient is multiplied by what a function draws."""
+
+    @staticmethod
+    def forward(ctx, x, function):
+        """Return a copy."""
+        ctx.function = function
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        """Multiply the gradient."""
+        return grad * ctx.function(), None
+
+
+class InBackward(nn.Module):
+    """A layer that draws in its backward, and in its forward by torch."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.functions = [function]
+
+    def forward(self, x):
+        """Run the function."""
+        return DrawingBackward.apply(x + 0 * torch.rand(1), self.functions[0])
+
+
+@pytest.mark.parametrize("function", [lambda: torch.rand(3), python_number], ids=["torch", "host"])
+def test_a_backward_draws_from_the_streams_of_its_layers(function):
+    """Of each layer of its own, whatever the order of the micro-batches; generators of the caller
+    stay as they were.
+    """
+    draws, parts = draws_of(InBackward(function), nn.Identity(), InBackward(function))
+    for step in range(5):
+        batch = batch_of(step)
+        leaves = [torch.ones(3, requires_grad=True) for _ in range(2)]
+        outputs = [forward(draws, parts, batch, n, leaf) for n, leaf in enumerate(leaves)]
+        assert draws.watches_backward
+        torch.manual_seed(step)
+        random.seed(step)
+        states = torch.get_rng_state(), random.getstate()
+        for number in (1, 0):
+            with draws.backward(Place(batch, number)):
+                outputs[number].sum().backward()
+            factors = []
+            for index in (0, 2):
+                components = (step, index, number, 2)
+                host_number(int, *components)
+                factors.append(seeded(function, *components))
+            random.setstate(states[1])
+            torch.testing.assert_close(leaves[number].grad, torch.ones(3) * factors[0] * factors[1])
+        assert torch.equal(torch.get_rng_state(), states[0])
+
+
+class Forked(nn.Module):
+    """A layer whose two outputs draw in their backward."""
+
+    def forward(self, x):
+        """Return both."""
+        x = x + 0 * torch.rand(1)
+        one, other = (DrawingBackward.apply(x, lambda: torch.rand(1)) for _ in range(2))
+        return one, other
+
+
+class Passing(nn.Module):
+    """A layer that draws and passes on its input itself."""
+
+    def forward(self, x):
+        """Return it."""
+        torch.rand(1)
+        return x
+
+
+def test_what_a_layer_passes_on_belongs_to_the_layer_that_has_computed_it():
+    """Its backward draws from the stream of that one."""
+    draws, parts = draws_of(InBackward(lambda: torch.rand(3)), Passing())
+    for step in range(2):
+        batch = batch_of(step, count=1)
+        leaf = torch.ones(3, requires_grad=True)
+        output = forward(draws, parts, batch, 0, leaf)
+        with draws.backward(Place(batch, 0)):
+            output.sum().backward()
+        torch.testing.assert_close(leaf.grad, seeded(lambda: torch.rand(3), step, 0, 0, 2))
+
+
+def test_code_that_names_a_generator_is_seeded_from_the_batch_on_in_which_it_comes():
+    """Although it does not draw in the batches that are observed."""
+    module, draws_now = Plain(), []
+    draws, parts = draws_of(module)
+    x = torch.zeros(1)
+    forward(draws, parts, batch_of(0, count=1), 0, x)
+    module.register_forward_hook(
+        lambda module, inputs, output: output + (python_number() if draws_now else 0)
+    )
+    for step in (1, 2):
+        forward(draws, parts, batch_of(step, count=1), 0, x)
+    draws_now.append(1)
+    expected = host_number(python_number, 3, 0, 0)
+    random.seed(3)
+    result = forward(draws, parts, batch_of(3, count=1), 0, x)
+    assert float(result) == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_layer_is_seeded_once_in_a_backward_that_reaches_several_of_its_outputs():
+    """Else each output would draw the same numbers."""
+    draws, (part,) = draws_of(Forked())
+    batch = batch_of(0, count=1)
+    leaf = torch.ones(1, requires_grad=True)
+    place = Place(batch, 0)
+    draws.begin(batch)
+    with draws.running():
+        one, other = draws.call(part, place, part.module, leaf)
+    with draws.backward(place):
+        (one + other).sum().backward()
+    numbers = seeded(lambda: torch.rand(1) + torch.rand(1), 0, 0, 0, 2)
+    torch.testing.assert_close(leaf.grad, numbers)
+
+
+def test_a_layer_that_draws_in_its_backward_is_refused_in_split_backwards():
+    """It would draw in both parts. The message names the layers of the stage."""
+    draws, parts = draws_of(InBackward(python_number), nn.Identity(), first=3)
+    batch = batch_of(0)
+    leaf = torch.ones(3, requires_grad=True)
+    output = forward(draws, parts, batch, 0, leaf)
+    with (
+        pytest.raises(RunError, match="a layer among layer3, layer4 draws random numbers in its"),
+        draws.backward(Place(batch, 0), weights_only=True),
+    ):
+        output.sum().backward()
+    before = random.getstate()
+    with draws.backward(Place(batch, 1), weights_only=True):
+        pass
+    assert random.getstate() == before
+
+
+def test_backwards_are_watched_as_long_as_they_may_draw():
+    """All of the first batch, where there is code of the user; ever after if one has drawn."""
+    draws, parts = draws_of(Quiet())
+    batch = batch_of(0, count=2)
+    forward(draws, parts, batch, 0, torch.ones(3))
+    for number in range(2):
+        assert draws.watches_backward
+        with draws.backward(Place(batch, number)):
+            pass
+    assert not draws.watches_backward
+    batch = batch_of(1, count=2)
+    forward(draws, parts, batch, 0, torch.ones(3))
+    assert draws.watches_backward, "one of batch 2"
+    with draws.backward(Place(batch, 0)):
+        torch.rand(1)
+    for step in range(2, 5):
+        batch = batch_of(step, count=2)
+        for number in range(2):
+            forward(draws, parts, batch, number, torch.ones(3))
+            assert draws.watches_backward
+            with draws.backward(Place(batch, number)):
+                pass
+    draws, _ = draws_of(nn.Linear(3, 3), nn.ReLU())
+    draws.begin(batch_of(0))
+    assert not draws.watches_backward
+
+
+def test_compiled_backwards_are_watched_if_a_forward_has_drawn():
+    """Dispatch modes must not be entered around compiled code, so no backward is observed."""
+    draws, parts = draws_of(Quiet(), compiled=True)
+    forward(draws, parts, batch_of(0), 0, torch.ones(3))
+    assert not draws.watches_backward
+    draws, parts = draws_of(Noise(), compiled=True)
+    forward(draws, parts, batch_of(0, training=False), 0, torch.ones(3))
+    assert not draws.watches_backward
+    forward(draws, parts, batch_of(0), 0, torch.ones(3))
+    assert draws.watches_backward
+
+
+def test_layers_that_are_compiled_as_one_function_must_not_begin_to_draw():
+    """They cannot be seeded one by one; the message names them."""
+    whole = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.0))
+    draws, _ = draws_of(whole, joined={0: "a + b"}, compiled=True)
+    assert not draws.begin(batch_of(0))
+    whole[1].p = 0.5
+    with pytest.raises(RunError, match=r"^layers a \+ b are compiled as one function, because"):
+        draws.begin(batch_of(1))
+    draws, _ = draws_of(whole, joined={1: "a + b"})
+    assert draws.begin(batch_of(0))
 
 
 def transform(value: torch.Tensor) -> torch.Tensor:
@@ -95,3 +624,19 @@ def test_draws_from_a_device_s_generator_are_seeded_in_evaluation(monkeypatch):
         generator.manual_seed(len(balance))
         results.append([pipe.eval_batch(x, x) for _ in range(3)])
     assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+def test_a_batch_that_is_prepared_before_its_first_forward_is_begun_once(prepared):
+    """All micro-batches of the first batch are observed, and one of batches 2 and 4."""
+    draws, parts = draws_of(Quiet())
+    observed = []
+    for step in range(5):
+        batch = batch_of(step)
+        if prepared:
+            draws.prepare(batch)
+            draws.prepare(batch)
+        for number in range(2):
+            forward(draws, parts, batch, number, torch.ones(3))
+            observed.append(draws.needed)
+    assert observed == [True, True, True, False, False, False, True, False, False, False]

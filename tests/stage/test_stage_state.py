@@ -13,7 +13,13 @@ from torch import nn
 
 import penstock as ps
 from penstock.errors import SettingError
-from penstock.stage.stage_state import collect_grads, copy_into_stages, owned_tensors
+from penstock.stage import stage_state
+from penstock.stage.stage_state import (
+    collect,
+    collect_grads,
+    copy_into_stages,
+    owned_tensors,
+)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -191,3 +197,31 @@ def test_a_replica_is_no_home_and_owns_its_tensors_on_its_own_rank():
     placed = tied._assembly.placed
     last = placed.local[-1]
     assert set(owned_tensors(placed, last)) == {"4.bias"}
+
+
+def test_replicas_gather_shared_tensors_with_the_home_which_alone_sends_them(monkeypatch):
+    """All processes that share a tensor take part in making it whole."""
+    pipe = ps.Pipeline(
+        [nn.Linear(4, 4), nn.Linear(4, 4)],
+        loss=nn.functional.mse_loss,
+        balance=[1, 1],
+        schedule=ps.Schedule.parse("0F0 1F0 1B0 0B0 0U1 1U1\n0F1 1F1 1B1 0B1 0U1 1U1"),
+        executor="threads",
+        device="cpu",
+    )
+    placed, world = pipe._assembly.placed, pipe._world
+    wholes = []
+    monkeypatch.setattr(stage_state, "whole", lambda tensor: wholes.append(tensor) or tensor)
+    replica = placed.local[3].layers[0].module
+    for sharded, count in (([], 4), ([replica.weight], 6)):
+        monkeypatch.setattr(
+            stage_state,
+            "is_sharded",
+            lambda tensor, sharded=sharded: any(tensor is other for other in sharded),
+        )
+        wholes.clear()
+        state = collect(world, placed)
+        assert len(wholes) == count
+        assert list(state) == ["0.weight", "0.bias", "1.weight", "1.bias"]
+        homes = [stage.layers[0].module for stage in placed.local[:2]]
+        assert [state[f"{n}.weight"] is module.weight for n, module in enumerate(homes)]

@@ -5,6 +5,8 @@ accumulation, compiled stages.
 from __future__ import annotations
 
 import copy
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +17,8 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import penstock as ps
-from penstock.errors import SettingError
+from penstock.errors import ScheduleError, SettingError
+from penstock.stage.training_options import TrainingOptions, parse_options
 
 CASE = CASES["mlp"]
 
@@ -576,3 +579,139 @@ def test_an_asynchronous_schedule_takes_autocast_groups_and_schedulers():
     assert len(losses) == 6
     assert all(loss.isfinite() for loss in losses)
     assert scheduler.get_last_lr()[0] < 0.1 * 0.3
+
+
+MSE = nn.functional.mse_loss
+
+
+def refusal(*, schedule="1f1b", loss=MSE, steps=True, **options):
+    """Return the message with which options are refused; None if they are not."""
+    made_schedule = ps.schedule(schedule, 2, 1 if schedule == "pipedream" else 4)
+    try:
+        TrainingOptions(**options).check(made_schedule, loss, steps=steps)
+    except (SettingError, ScheduleError) as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"offload": True},
+        {"offload": 0.0},
+        {"offload": 1.0},
+        {"clip_grad_norm": float("inf"), "clip_norm_type": 1.0},
+        {"clip_grad_norm": 1e-9, "clip_norm_type": float("inf")},
+        {"clip_grad_value": 0.5},
+        {"autocast": "float16", "on_nonfinite": "warn"},
+        {"accumulate": 1, "schedule": "pipedream"},
+        {"accumulate": 7},
+        {"zero": 1},
+        {"zero": 0, "gradient_hook": "bf16"},
+        {"boundary": "int8"},
+        {"memory_format": torch.contiguous_format},
+        {"memory_format": torch.channels_last_3d},
+        {"loss_on": "batch", "schedule": "gpipe"},
+        {"loss_weight": len},
+        {"on_nonfinite": "raise", "schedule": "pipedream"},
+        {"steps": False, "offload": 0.5, "autocast": "bfloat16"},
+        {"loss": partial(MSE, reduction="sum")},
+        {"loss": nn.CrossEntropyLoss()},
+    ],
+    ids=str,
+)
+def test_options_that_make_sense_are_taken(options):
+    """Also the extreme ones of a range."""
+    assert refusal(**options) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "start"),
+    [
+        ({"offload": -0.1}, "offload is True, False, or the share"),
+        ({"offload": 1.01}, "offload is True, False, or the share"),
+        ({"clip_grad_norm": 0.0}, "clip_grad_norm is the maximum norm of the gradients, above 0"),
+        ({"clip_grad_norm": float("nan")}, "clip_grad_norm is the maximum norm"),
+        ({"clip_grad_value": -1.0}, "clip_grad_value is the largest absolute value"),
+        ({"clip_grad_value": 0.0}, "clip_grad_value is the largest absolute value"),
+        (
+            {"clip_grad_value": 1.0, "clip_grad_norm": 2.0},
+            "clip_grad_norm=2.0 and clip_grad_value=1.0: give one of them",
+        ),
+        ({"clip_norm_type": 1.0}, "clip_norm_type=1.0 is an option of clip_grad_norm="),
+        (
+            {"clip_norm_type": float("nan"), "clip_grad_norm": 1.0},
+            "clip_norm_type is the order of the norm",
+        ),
+        ({"clip_norm_type": "2", "clip_grad_norm": 1.0}, "clip_norm_type is the order of"),
+        ({"autocast": "float64"}, "autocast is torch.bfloat16 or torch.float16, not 'float64'"),
+        ({"on_nonfinite": "stop"}, "on_nonfinite is 'raise', 'skip' or 'warn', not 'stop'"),
+        ({"accumulate": 0}, "accumulate is a number of batches"),
+        ({"accumulate": True}, "accumulate is a number of batches"),
+        ({"accumulate": 2.0}, "accumulate is a number of batches"),
+        ({"accumulate": 2, "schedule": "pipedream"}, "accumulate=2: pipedream is asynchronous"),
+        ({"boundary": "int4"}, "boundary='int4' is unknown"),
+        ({"gradient_hook": "int8"}, "gradient_hook is 'none', 'fp16'"),
+        ({"zero": 1, "gradient_hook": "fp16"}, "zero=1 and gradient_hook='fp16'"),
+        ({"zero": 4}, "zero is 0 or 1, not 4"),
+        ({"memory_format": torch.preserve_format}, "memory_format is torch.channels_last"),
+        (
+            {"on_nonfinite": "skip", "clip_grad_norm": 1.0, "schedule": "pipedream"},
+            "clip_grad_norm and on_nonfinite: pipedream is asynchronous",
+        ),
+        ({"zero": 1, "schedule": "pipedream"}, "zero: pipedream is asynchronous"),
+        ({"deferred_batch_norm": True, "schedule": "pipedream"}, "deferred_batch_norm: pipedream"),
+        (
+            {"steps": False, "parameter_groups": len},
+            "parameter_groups is an option of the update, and this pipeline has no optimizer",
+        ),
+        ({"steps": False, "accumulate": 2}, "accumulate is an option of the update"),
+        ({"loss": 3}, "loss must be a function of output and target, not 3"),
+        ({"loss": partial(MSE, reduction="none")}, "the loss has reduction='none'"),
+        ({"loss": partial(partial(MSE, reduction="none"))}, "the loss has reduction='none'"),
+        ({"loss": nn.MSELoss(reduction="none")}, "the loss has reduction='none'"),
+        ({"loss": partial(nn.MSELoss(reduction="none"))}, "the loss has reduction='none'"),
+        ({"loss_weight": 3}, "loss_weight must be a function from the targets"),
+        ({"loss_on": "sample"}, "loss_on must be 'micro_batch' or 'batch', not 'sample'"),
+        (
+            {"loss_on": "batch", "loss_weight": len, "schedule": "gpipe"},
+            "loss_on='batch' computes the loss once, so that loss_weight has no effect",
+        ),
+        ({"loss_on": "batch"}, "loss_on='batch' needs all outputs of a batch before the first"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else None,
+)
+def test_each_invalid_option_is_refused_with_its_name_and_its_values(options, start):
+    """Alone, or with the other option, the schedule or the loss that it does not go with."""
+    message = refusal(**options)
+    assert message is not None
+    assert message.startswith(start)
+
+
+def test_an_option_that_is_given_wins_over_the_plan():
+    """zero=0 too; without a plan the level is 0."""
+    plan = SimpleNamespace(zero=1)
+    assert TrainingOptions().zero_level == 0
+    assert TrainingOptions().with_plan(None).zero_level == 0
+    assert TrainingOptions().with_plan(plan).zero_level == 1
+    assert TrainingOptions(zero=0).with_plan(plan).zero_level == 0
+    assert TrainingOptions(zero=1).with_plan(SimpleNamespace(zero=0)).zero_level == 1
+    assert TrainingOptions(accumulate=3).with_plan(plan).accumulate == 3
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [(False, None), (True, {}), ({"mode": "max"}, {"mode": "max"}), ({}, {})],
+)
+def test_options_of_the_compiler_are_those_that_are_given(given, expected):
+    """True has none; and dtypes of autocast are kept as names, as files have them."""
+    assert TrainingOptions(compile=given).compiled == expected
+    for value in (torch.bfloat16, "bfloat16"):
+        options = parse_options({"autocast": value, "compile": given})
+        assert (options.autocast, options.autocast_dtype) == ("bfloat16", torch.bfloat16)
+    assert parse_options({}).autocast_dtype is None
+    with pytest.raises(
+        TypeError, match=r"unexpected keyword argument 'clip'; its options of train"
+    ):
+        parse_options({"zero": 1, "clip": 2})

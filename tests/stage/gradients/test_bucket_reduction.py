@@ -7,11 +7,16 @@ import torch
 
 import penstock as ps
 from penstock.errors import SettingError
+from penstock.stage.gradients import bucket_reduction
 from penstock.stage.gradients.bucket_reduction import (
+    AllReduce,
     BucketLayout,
     InRankOrder,
+    LowPrecision,
     PowerSgd,
     orthogonalise,
+    parse_hook,
+    reduction_factory,
 )
 
 
@@ -182,3 +187,149 @@ def test_unknown_hooks_are_refused(hook):
             micro_batches=1,
             gradient_hook=hook,
         )
+
+
+@pytest.mark.parametrize(
+    ("hook", "expected"),
+    [
+        ("none", ("none", 0)),
+        ("fp16", ("fp16", 0)),
+        ("bf16", ("bf16", 0)),
+        ("powersgd", ("powersgd", 4)),
+        ("powersgd-1", ("powersgd", 1)),
+        ("powersgd-1024", ("powersgd", 1024)),
+        ("powersgd-1025", None),
+        ("powersgd--1", None),
+        ("powersgd-²", None),
+        ("none-1", None),
+        ("bf16-", None),
+    ],
+)
+def test_a_hook_has_a_kind_and_a_rank_from_1_to_1024(hook, expected):
+    """4 unless it is given; other kinds have none."""
+    if expected is None:
+        with pytest.raises(ValueError, match=hook):
+            parse_hook(hook)
+        return
+    assert parse_hook(hook) == expected
+
+
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64]
+)
+@pytest.mark.parametrize("hook", ["none", "fp16", "bf16", "powersgd-3"])
+def test_only_gradients_of_32_and_64_bits_are_compressed(hook, dtype, count):
+    """Of two replicas an all-reduce is exact, since a + b is b + a."""
+    make = reduction_factory(Sum(count), hook)
+    layout = layout_of([(9, 9), (2,)], dtype)
+    reduction = make(layout)
+    if hook == "none" or dtype not in (torch.float32, torch.float64):
+        assert type(reduction) is (AllReduce if count == 2 else InRankOrder)
+        assert reduction.memory().dtype == dtype
+    elif hook == "powersgd-3":
+        assert type(reduction) is PowerSgd
+        assert reduction.nbytes == dtype.itemsize * (2 * (81 + 2) + 9 * 3 + 2 + 9 * 3)
+    else:
+        assert type(reduction) is LowPrecision
+        assert reduction.memory().dtype == {"fp16": torch.float16, "bf16": torch.bfloat16}[hook]
+
+
+def test_gradients_of_a_bucket_lie_one_after_the_other():
+    """Also numbers and empty ones."""
+    layout = layout_of([(2, 3), (), (0, 4), (3,)], torch.float32)
+    assert (layout.size, layout.nbytes) == (10, 40)
+    assert (layout.empty().shape, layout.empty().dtype) == ((10,), torch.float32)
+    views = layout.views(torch.arange(10.0))
+    assert [view.shape for view in views] == [(2, 3), (), (0, 4), (3,)]
+    assert [view.flatten().tolist() for view in views] == [[0, 1, 2, 3, 4, 5], [6], [], [7, 8, 9]]
+
+
+def test_an_all_reduce_sums_in_its_memory_and_gives_it_up():
+    """The next sum has other memory, since the first has become the gradients."""
+    collectives = Sum(2)
+    layout = layout_of([(3,)])
+    replicas = [AllReduce(collectives, layout) for _ in range(2)]
+    assert replicas[0].nbytes == 24
+    totals = []
+    for factor in (1, 2):
+        gradients = [torch.arange(3.0).double() * factor, torch.ones(3).double()]
+        for replica, gradient in zip(replicas, gradients, strict=True):
+            replica.memory().copy_(gradient)
+            replica.begin()
+        assert all(replica.advance() is None for replica in replicas)
+        collectives.end()
+        totals.append([replica.finish() for replica in replicas])
+        for replica in replicas:
+            replica.reset()
+    for factor, row in zip((1, 2), totals, strict=True):
+        assert all(total.tolist() == [1, 1 + factor, 1 + 2 * factor] for total in row)
+
+
+@pytest.mark.parametrize(
+    ("shape", "approximated"),
+    [
+        ((5, 5), True),
+        ((4, 4), False),
+        ((2, 100), False),
+        ((100, 2), False),
+        ((3, 7), True),
+        ((3, 6), False),
+        ((9, 2, 4), True),
+        ((60,), False),
+        ((), False),
+        ((0, 8), False),
+    ],
+)
+def test_matrices_that_are_no_larger_than_their_factors_are_summed_as_they_are(shape, approximated):
+    """With rank 2; a tensor of more dimensions is a matrix of its first and all others."""
+    generator = torch.Generator().manual_seed(0)
+    layout = layout_of([shape])
+    collectives = Sum(2)
+    replicas = [PowerSgd(collectives, layout, 2) for _ in range(2)]
+    gradients = [
+        torch.randn(layout.size, generator=generator, dtype=torch.float64) for _ in range(2)
+    ]
+    result, other = step(replicas, gradients, collectives)
+    assert torch.equal(result, other)
+    assert torch.equal(result, sum(gradients)) is not approximated
+
+
+def reference_power_sgd(rows, errors, right):
+    """Return the sum, the errors that are left, and the next right factor, as in the paper."""
+    matrices = [row + error for row, error in zip(rows, errors, strict=True)]
+    left = torch.linalg.qr(sum(matrix @ right for matrix in matrices))[0]
+    right = sum(matrix.t() @ left for matrix in matrices)
+    total = left @ right.t()
+    return total, [matrix - total / len(rows) for matrix in matrices], right
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_powersgd_follows_its_algorithm_and_begins_anew_after_a_reset(count):
+    """Two matrices with factors and errors of their own, over several steps; a vector is exact."""
+    generator = torch.Generator().manual_seed(1)
+    layout = layout_of([(8, 6), (3,), (7, 9)])
+    collectives = Sum(count)
+    replicas = [PowerSgd(collectives, layout, 2) for _ in range(count)]
+    seeded = torch.Generator().manual_seed(bucket_reduction._POWER_SGD_SEED)
+    first_rights = torch.randn((6 + 9) * 2, generator=seeded, dtype=torch.float64)
+    for _ in range(2):
+        errors = [[torch.zeros(8, 6).double()] * count, [torch.zeros(7, 9).double()] * count]
+        rights = [first_rights[:12].view(6, 2), first_rights[12:].view(9, 2)]
+        for _ in range(3):
+            gradients = [
+                torch.randn(layout.size, generator=generator, dtype=torch.float64)
+                for _ in range(count)
+            ]
+            results = step(replicas, gradients, collectives)
+            views = [layout.views(gradient) for gradient in gradients]
+            for place, parts in enumerate(((0, 48), (51, 114))):
+                total, errors[place], rights[place] = reference_power_sgd(
+                    [row[2 * place] for row in views], errors[place], rights[place]
+                )
+                for result in results:
+                    torch.testing.assert_close(result[slice(*parts)].view_as(total), total)
+            for result in results:
+                assert torch.equal(result[48:51], sum(row[1] for row in views))
+        for replica in replicas:
+            replica.reset()

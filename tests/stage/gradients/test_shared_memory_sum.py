@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.errors import SettingError
+from penstock.errors import RunError, SettingError
 from penstock.shared_memory.availability import unavailable_reason
 from penstock.shared_memory.segment import Segment
 from penstock.stage.gradients.gradient_layout import GradientLayout
@@ -155,3 +155,175 @@ def test_pieces_cover_every_element_once(pieces):
             bounds = [region.piece(position, pieces) for position in range(pieces)]
             covered = [element for first, end in bounds for element in range(first, end)]
             assert covered == list(range(region.count))
+
+
+def replicas_of(count):
+    """Return replicas with small parameters, and the exchange of their messages."""
+    exchange = Exchange()
+    replicas = [Replica(rank, count, exchange, ()) for rank in range(count)]
+    for replica in replicas:
+        replica.parameters = [nn.Parameter(torch.zeros(size)) for size in (3, 500, 2)]
+    return replicas, exchange
+
+
+def on_all(function, replicas):
+    """Call a function with every replica, in threads; return the results."""
+    with ThreadPoolExecutor(len(replicas)) as threads:
+        return list(threads.map(function, replicas))
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_sums_that_a_rank_does_not_need_are_not_copied(count):
+    """With ZeRO it updates some parameters; the counts are those of all. A parameter without a
+    gradient here gets memory of its own.
+    """
+    replicas, _ = replicas_of(count)
+
+    def run(replica):
+        for number, parameter in enumerate(replica.parameters):
+            parameter.grad = torch.full_like(parameter, number + 1.0)
+        if replica is replicas[0]:
+            replica.parameters[2].grad = None
+        area = replica.sum.area(replica.parameters)
+        needed = [replica.parameters[0], replica.parameters[2]]
+        return replica.sum.finish(area, lambda p: any(p is other for other in needed))
+
+    for replica, (counts, sums) in zip(replicas, on_all(run, replicas), strict=True):
+        assert counts == [count, count, count - 1]
+        assert sums[1] is None
+        assert sums[0].tolist() == [float(count)] * 3
+        assert sums[2].tolist() == [3.0 * (count - 1)] * 2
+        assert sums[0] is replica.parameters[0].grad
+        assert replica.parameters[1].grad[0] == 2, "it is left as it was"
+
+
+def test_memory_is_made_once_for_the_same_parameters_and_anew_for_others():
+    """Until then there is none; its bytes are those of the gradients, aligned."""
+    replicas, exchange = replicas_of(2)
+    for replica in replicas:
+        assert replica.sum.nbytes == 0
+        assert replica.sum.existing_area(replica.parameters) is None
+    areas = on_all(lambda replica: replica.sum.area(replica.parameters), replicas)
+    for replica, area in zip(replicas, areas, strict=True):
+        assert replica.sum.nbytes == -(-505 * 4 // 64) * 64
+        assert replica.sum.area([*replica.parameters]) is area
+        assert replica.sum.existing_area(replica.parameters) is area
+        assert replica.sum.existing_area(replica.parameters[:2]) is None
+        assert replica.sum.existing_area(replica.parameters[::-1]) is None
+    # What others may still copy is not freed: their word is awaited before memory is replaced.
+    on_all(lambda replica: replica.sum.finish(replica.sum.area(replica.parameters)), replicas)
+    others = on_all(lambda replica: replica.sum.area(replica.parameters[:1]), replicas)
+    assert not exchange._payloads
+    for replica, area, other in zip(replicas, areas, others, strict=True):
+        assert other is not area
+        assert replica.sum.existing_area(replica.parameters) is None
+        assert replica.sum.nbytes == 64
+    for counts, sums in on_all(lambda r: r.sum.finish(r.sum.area(r.parameters[:1])), replicas):
+        assert counts == [0]
+        assert sums[0].tolist() == [0.0] * 3
+
+
+def test_without_memory_on_one_rank_all_fall_back_to_messages(monkeypatch, caplog):
+    """The log says why; they do not try again with the same parameters, but with other ones."""
+    replicas, exchange = replicas_of(3)
+    make, tries = Segment.make, []
+
+    def failing(size):
+        tries.append(size)
+        if len(tries) == 2:
+            raise OSError("no space left")
+        return make(size)
+
+    monkeypatch.setattr(Segment, "make", failing)
+    with caplog.at_level("INFO"):
+        areas = on_all(lambda replica: replica.sum.area(replica.parameters), replicas)
+    assert areas == [None] * 3
+    (record,) = caplog.records
+    assert "stage 0: gradients of replicas are summed in messages" in record.message
+    assert "no space left" in record.message
+    for replica in replicas:
+        assert replica.sum.nbytes == 0
+        assert replica.sum.area(replica.parameters) is None
+        assert replica.sum.existing_area(replica.parameters) is None
+    assert len(tries) == 3
+    assert not exchange._payloads, "every message was received"
+    areas = on_all(lambda replica: replica.sum.area(replica.parameters[1:]), replicas)
+    assert None not in areas
+    areas = on_all(lambda replica: replica.sum.area(replica.parameters), replicas)
+    assert None not in areas, "memory may have become free"
+
+
+def test_memory_that_cannot_be_opened_ends_the_run_with_both_ranks():
+    """The other rank would wait for sums for ever."""
+    replicas, _ = replicas_of(2)
+
+    def refuse(rank, number):
+        raise OSError("permission denied")
+
+    for replica in replicas:
+        replica.sum._open_segment = refuse
+
+    def error_of(replica):
+        with pytest.raises(RunError) as caught:
+            replica.sum.area(replica.parameters)
+        return str(caught.value)
+
+    first, second = on_all(error_of, replicas)
+    assert first == (
+        "rank 0 cannot open the shared memory of rank 1 for the gradients of stage 0: permission "
+        "denied"
+    )
+    assert second.startswith("rank 1 cannot open the shared memory of rank 0")
+
+
+def test_gradients_are_copied_once_per_sum_and_again_after_a_failed_batch():
+    """What was copied early counts; what an unfinished batch has copied does not."""
+    replicas, exchange = replicas_of(2)
+    areas = on_all(lambda replica: replica.sum.area(replica.parameters), replicas)
+
+    def fill(replica, value):
+        for parameter in replica.parameters:
+            parameter.grad = torch.full_like(parameter, value)
+
+    def start(replica):
+        replica.sum.start(replica.sum.existing_area(replica.parameters))
+
+    def finish(replica):
+        return replica.sum.finish(replica.sum.existing_area(replica.parameters))
+
+    for replica in replicas:
+        fill(replica, 7.0)
+        start(replica)
+        replica.sum.forget()
+    exchange.reopen()
+    for value in (1.0, 2.0):
+        for replica in replicas:
+            fill(replica, value)
+            start(replica)
+            fill(replica, 50.0)
+            start(replica)
+        for _, sums in on_all(finish, replicas):
+            assert all(bool((total == 2 * value).all()) for total in sums)
+    assert [area.layout.nbytes for area in areas] == [replicas[0].sum.nbytes] * 2
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_each_replica_sums_its_own_piece_where_it_is(count):
+    """The pieces of all are the whole; a gradient in several pieces is put together of them."""
+    replicas, _ = replicas_of(count)
+    areas = on_all(lambda replica: replica.sum.area(replica.parameters), replicas)
+    for rank, replica in enumerate(replicas):
+        for parameter in replica.parameters:
+            parameter.grad = torch.full_like(parameter, 10.0**rank)
+    on_all(lambda replica: replica.sum._sum(replica.sum._area), replicas)
+    total = sum(10.0**rank for rank in range(count))
+    for area in areas:
+        pieces = [area.summed(0, position) for position in range(count)]
+        assert sum(map(len, pieces)) == 505
+        assert all(bool((piece == total).all()) for piece in pieces)
+        assert len({piece.data_ptr() for piece in pieces}) == count
+        bounds = [area.piece(0, position) for position in range(count)]
+        assert [end - first for first, end in bounds] == [len(piece) for piece in pieces]
+        spread = area.copies[1]
+        assert len(spread.parts) == count - 1, "all but the own piece"
+        assert area.copies[0].parts == area.copies[2].parts == ()
