@@ -282,7 +282,7 @@ def test_a_folder_that_cannot_be_looked_into_is_no_damage(tmp_path, monkeypatch)
 
     monkeypatch.setattr(type(tmp_path), "exists", refuse)
     with pytest.raises(
-        FileError, match="cannot read the checkpoint .*: Permission denied$"
+        FileError, match=r"cannot read the checkpoint .*: Permission denied$"
     ) as seen:
         read_index(tmp_path)
     assert not isinstance(seen.value, CheckpointDamaged)
