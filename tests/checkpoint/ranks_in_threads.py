@@ -59,7 +59,6 @@ def in_ranks(size: int, job: Callable[[RankWorld], Any], monkeypatch: Any) -> li
     """Run a job on every rank, whose host is `host<rank>`; return results or errors by rank."""
     barrier, board = threading.Barrier(size, timeout=30), {}
     hosts = threading.local()
-    monkeypatch.setattr(socket, "gethostname", lambda: hosts.name)
 
     def run(rank: int) -> Any:
         hosts.name = f"host{rank}"
@@ -68,5 +67,6 @@ def in_ranks(size: int, job: Callable[[RankWorld], Any], monkeypatch: Any) -> li
         except Exception as error:
             return error
 
-    with ThreadPoolExecutor(size) as pool:
+    with monkeypatch.context() as patch, ThreadPoolExecutor(size) as pool:
+        patch.setattr(socket, "gethostname", lambda: hosts.name)
         return list(pool.map(run, range(size)))
