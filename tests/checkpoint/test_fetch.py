@@ -265,6 +265,20 @@ def test_what_a_rank_reads_and_writes_is_in_parts(tmp_path):
     assert (tmp_path / "new" / "y").read_bytes() == b"\3"
 
 
+def test_an_error_while_a_file_is_copied_is_raised_at_its_end(tmp_path):
+    """The other ranks are in the same broadcast. The first error counts."""
+    missing = fetch._Copy(tmp_path / "none", tmp_path / "none.partial", True, False)
+    assert missing.read(0, 3).tolist() == [0, 0, 0]
+    with pytest.raises(FileError, match=r"cannot copy .*none between hosts: No such file"):
+        missing.finish()
+    (tmp_path / "file").write_text("")
+    blocked = fetch._Copy(tmp_path / "file" / "x", tmp_path / "file" / "x.partial", False, True)
+    blocked.begin()
+    blocked.write(torch.zeros(3, dtype=torch.uint8))
+    with pytest.raises(FileError, match=r"cannot copy .* hosts: (File exists|Not a direct)"):
+        blocked.finish()
+
+
 def test_hosts_of_ranks_have_names_of_their_own(monkeypatch):
     """The worlds of these tests do not take each other's values."""
 
