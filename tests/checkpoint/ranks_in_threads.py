@@ -55,18 +55,35 @@ class RankWorld:
         return {self.rank: job(self.rank)}
 
 
+#: The host of the current thread.
+_HOST = threading.local()
+
+
+class _HostThread(threading.Thread):
+    """A thread that is on the host of the thread that makes it."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._host = getattr(_HOST, "name", "host")
+
+    def run(self) -> None:
+        """Run the target of the thread."""
+        _HOST.name = self._host
+        super().run()
+
+
 def in_ranks(size: int, job: Callable[[RankWorld], Any], monkeypatch: Any) -> list[Any]:
     """Run a job on every rank, whose host is `host<rank>`; return results or errors by rank."""
     barrier, board = threading.Barrier(size, timeout=30), {}
-    hosts = threading.local()
 
     def run(rank: int) -> Any:
-        hosts.name = f"host{rank}"
+        _HOST.name = f"host{rank}"
         try:
             return job(RankWorld(rank, size, barrier, board))
         except Exception as error:
             return error
 
     with monkeypatch.context() as patch, ThreadPoolExecutor(size) as pool:
-        patch.setattr(socket, "gethostname", lambda: hosts.name)
+        patch.setattr(socket, "gethostname", lambda: _HOST.name)
+        patch.setattr(threading, "Thread", _HostThread)
         return list(pool.map(run, range(size)))
