@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from penstock.batches.batch import Batch
-from penstock.batches.device_batch import micro_batch_inputs
+from penstock.batches.device_batch import micro_batch_inputs, whole_inputs
 from penstock.losses.terms import MEAN, SUM, UnknownForm, class_count
 from penstock.tracing.ops import op_name
 from penstock.tracing.traced_layer import StageInputs, TracedLayer
@@ -98,27 +98,52 @@ class ModelLoss:
         Raises:
             UnknownForm: the loss is not a sum divided by a number, or samples interact in it.
         """
-        rows = []
-        for number, share in zip(batch.numbers, batch.shares, strict=True):
-            value = micro_batch_inputs(batch, number, self.device)
-            inputs = StageInputs(self.layer.variants, value, self.device)
-            rows.append(self._terms(inputs, share, place))
-        if any(len(row) != len(rows[0]) for row in rows):
+        rows = [
+            self._terms(micro_batch_inputs(batch, number, self.device), share, place)
+            for number, share in zip(batch.numbers, batch.shares, strict=True)
+        ]
+        # Not the sum of the counts of micro-batches: `count + 1` or `count.clamp(min=1)` of the
+        # batch is less than that.
+        whole = self._terms(whole_inputs(batch, self.device), 1.0, place)
+        if any(len(row) != len(whole) for row in rows):
             raise UnknownForm("terms that come and go")
-        return [_column(counts, batch.shares) for counts in zip(*rows, strict=True)]
+        columns = zip(*rows, strict=True)
+        return [
+            _column(counts, total, batch.shares)
+            for counts, total in zip(columns, whole, strict=True)
+        ]
 
-    def _terms(self, inputs: StageInputs, share: float, place: int) -> list[float | None]:
-        """Return the count of a micro-batch in each term; None for a sum."""
+    def _terms(self, value: Any, share: float, place: int) -> list[float | None]:
+        """Return the count of a micro-batch, or of the batch, in each term; None for a sum.
+
+        Args:
+            value: its inputs.
+            share: its share of the samples.
+            place: see `weights`.
+        """
+        inputs = StageInputs(self.layer.variants, value, self.device)
         variant = inputs.variant(self.layer.training)
         reading = _Reading(inputs, variant, self.layer, share)
         return reading.terms(_output(variant, place))
 
 
-def _column(counts: Sequence[float | None], shares: list[float]) -> list[float]:
-    """Return the weights of the micro-batches in one term; see `_terms` for `counts`."""
-    if all(count is None for count in counts):
+def _column(
+    counts: Sequence[float | None], total: float | None, shares: list[float]
+) -> list[float]:
+    """Return the weights of the micro-batches in one term.
+
+    Args:
+        counts: by micro-batch, its count, see `ModelLoss._terms`.
+        total: the count of the batch.
+        shares: by micro-batch, its share of the samples.
+
+    Raises:
+        UnknownForm: the term is a sum for some of them, and a mean for others.
+    """
+    if any((count is None) != (total is None) for count in counts):
+        raise UnknownForm("terms that come and go")
+    if total is None:
         return [1.0] * len(counts)
-    total = sum(count or 0.0 for count in counts)
     return [(count or 0.0) / total for count in counts] if total else shares
 
 
@@ -136,13 +161,13 @@ def _output(variant: Variant, place: int) -> fx.Node:
 
 @dataclass
 class _Reading:
-    """Reads one graph with the inputs of one micro-batch.
+    """Reads one graph with the inputs of one micro-batch, or of the batch.
 
     Attributes:
         inputs: the inputs of the stage.
         variant: the graph.
         layer: the layer that it belongs to.
-        share: the micro-batch's share of the samples.
+        share: the share of these inputs in the samples of the batch.
     """
 
     inputs: StageInputs
