@@ -45,6 +45,18 @@ LOSSES = {
     "squares": lambda x, y: functional.mse_loss(x, x.detach() + 1),
     "huber": lambda x, y: functional.smooth_l1_loss(x, torch.zeros_like(x), reduction="sum"),
     "logits": lambda x, y: functional.binary_cross_entropy_with_logits(x, torch.ones_like(x)),
+    "binary": lambda x, y: functional.binary_cross_entropy(x.sigmoid(), x.detach().sigmoid()),
+    "soft margins": lambda x, y: functional.soft_margin_loss(x, torch.ones_like(x)),
+    "margins": lambda x, y: functional.multi_margin_loss(x, y[: len(x)]),
+    "label margins": lambda x, y: functional.multilabel_margin_loss(x, torch.zeros_like(x).long()),
+    "smooth": lambda x, y: functional.smooth_l1_loss(x, torch.zeros_like(x)),
+    "mean of huber": lambda x, y: functional.huber_loss(x, torch.zeros_like(x)),
+    "two dimensions": lambda x, y: functional.cross_entropy(
+        x.reshape(-1, 2, 2, 1), y[: len(x), None, None].expand(-1, 2, 1) % 2
+    ),
+    "permuted": lambda x, y: x.square().mean(dim=(1, 0), keepdim=True).permute(1, 0).squeeze(),
+    "negative dimension": lambda x, y: x.square().mean(dim=(-1, -2)),
+    "divided twice": lambda x, y: (x.square().sum() / 3).div(torch.tensor(2.0)).double() * 0.5,
     "reshaped": lambda x, y: x.square().mean().reshape(1).squeeze().unsqueeze(0).clone().float(),
 }
 
@@ -75,6 +87,7 @@ def test_a_loss_is_the_sum_of_its_parts_by_their_divisors(name):
             "sum of means",
             "sum by a count",
             "count in front",
+            "divided twice",
         )
     )
 

@@ -10,7 +10,7 @@ from torch.nn import functional
 import penstock as ps
 from penstock.batches.batch import make_batch
 from penstock.losses.terms import UnknownForm
-from penstock.losses.traced_loss import ModelLoss, _argument, _column, _depends_on_contents
+from penstock.losses.traced_loss import Count, ModelLoss, _argument, _column, _depends_on_contents
 
 aten = torch.ops.aten
 
@@ -83,6 +83,13 @@ DIVISIBLE = {
     "binary": lambda model, s, y: functional.binary_cross_entropy_with_logits(s, one_hot(y)),
     "margins": lambda model, s, y: functional.soft_margin_loss(s, one_hot(y) * 2 - 1),
     "mean by hand": lambda model, s, y: s.square().mean(),
+    "mean of a number": lambda model, s, y: likelihood(s, y).mean().sum(),
+    "mean of means": lambda model, s, y: s.square().mean((1, 2)).mean(),
+    "sum of means": lambda model, s, y: s.square().mean((1, 2)).sum(),
+    "sum of a choice": lambda model, s, y: s[y != -100].square().sum() / count(y),
+    "mean of chosen classes": lambda model, s, y: functional.cross_entropy(
+        s[y != -100], y[y != -100]
+    ),
     "two terms": lambda model, s, y: likelihood(s, y) - 0.5 * likelihood(s.flip(-1), y),
     "with a constant": lambda model, s, y: summed(s, y) / count(y) + 0 * y.float().mean(),
     "another shape": lambda model, s, y: likelihood(s, y).view(1).squeeze(0).double().float(),
@@ -157,6 +164,30 @@ REFUSED = {
         lambda model, s, y: likelihood(s, y, weight=(model.gains * s.mean((0, 1))).detach()),
         "class weights that the model computes",
     ),
+    "means in a stack": (
+        lambda model, s, y: torch.stack([likelihood(s, y), likelihood(s.flip(-1), y)]).mean(),
+        "values that are not those of single samples",
+    ),
+    "a mean of sums over samples": (
+        lambda model, s, y: s.square().sum(0).mean(),
+        "values that are not those of single samples",
+    ),
+    "a sum of means over samples": (
+        lambda model, s, y: s.square().mean(0).sum(),
+        "values that are not those of single samples",
+    ),
+    "squares of means over samples": (
+        lambda model, s, y: functional.mse_loss(s.mean(0), one_hot(y).mean(0), reduction="sum"),
+        "values that are not those of single samples",
+    ),
+    "pairs of samples": (
+        lambda model, s, y: (s.mean(1) @ s.mean(1).t()).square().mean(),
+        "values that are not those of single samples",
+    ),
+    "a mean of a choice": (
+        lambda model, s, y: s[y != -100].square().mean(),
+        "a mean over elements that are chosen by their contents",
+    ),
     "a root": (lambda model, s, y: likelihood(s, y).sqrt(), "sqrt"),
     "no reduction": (
         lambda model, s, y: likelihood(s, y, reduction="none").mean().exp(),
@@ -179,15 +210,36 @@ def test_other_forms_are_unknown_with_their_reason(refused, name):
         refused.weights(micro_batches_of(batch()), place + 1)
 
 
+def counts_of(*values, elements=(None,) * 3):
+    """Return counts of three micro-batches."""
+    return [Count(value, number) for value, number in zip(values, elements, strict=True)]
+
+
 def test_the_weight_of_a_micro_batch_is_its_count_by_that_of_the_batch():
     """Without any count the shares of samples are taken; a sum counts 1 in all of them."""
     shares = [0.5, 0.3, 0.2]
-    assert _column([1.0, 0.0, 4.0], 2.0, shares) == [0.5, 0.0, 2.0]
-    assert _column([0.0, 1.0, 0.0], 0.0, shares) == shares
-    assert _column([None] * 3, None, shares) == [1.0] * 3
-    for counts, total in (([None, 1.0, 1.0], 2.0), ([1.0, 1.0, 1.0], None), ([None] * 3, 3.0)):
+    assert _column(counts_of(1.0, 0.0, 4.0), Count(2.0), shares) == [0.5, 0.0, 2.0]
+    assert _column(counts_of(0.0, 1.0, 0.0), Count(0.0), shares) == shares
+    assert _column(counts_of(None, None, None), Count(None), shares) == [1.0] * 3
+    for values, total in (((None, 1.0, 1.0), 2.0), ((1.0, 1.0, 1.0), None), ((None,) * 3, 3.0)):
         with pytest.raises(UnknownForm, match="terms that come and go"):
-            _column(counts, total, shares)
+            _column(counts_of(*values), Count(total), shares)
+
+
+def test_a_term_reduces_as_many_elements_of_every_sample():
+    """Where their numbers are known; a batch without elements has no shares of them."""
+    shares = [0.5, 0.3, 0.2]
+    fits = counts_of(None, None, None, elements=(10, 6, 4))
+    assert _column(fits, Count(None, 20), shares) == [1.0] * 3
+    assert _column(fits, Count(None, None), shares) == [1.0] * 3
+    assert (
+        _column(counts_of(1.0, 1.0, 1.0, elements=(0, 0, 0)), Count(4.0, 0), shares) == [0.25] * 3
+    )
+    for elements in ((10, 6, 5), (11, 6, 4), (2, 2, 2)):
+        with pytest.raises(UnknownForm, match="not those of single samples"):
+            _column(counts_of(None, None, None, elements=elements), Count(None, 20), shares)
+    partly = counts_of(1.0, 1.0, 1.0, elements=(None, 6, None))
+    assert _column(partly, Count(4.0, 20), shares) == [0.25] * 3
 
 
 def test_only_a_last_layer_that_is_traced_computes_a_loss_of_its_own():
