@@ -98,9 +98,41 @@ def test_terms_of_a_sum_or_difference_are_scaled_together():
     loss = 2 * (x.square().mean() - x.sum() / 4 + 5.0) / 3
     assert [term.divisor for term in terms_of(loss)] == pytest.approx([36.0, 6.0])
     assert [term.summed for term in terms_of(loss)] == [False, True]
-    assert terms_of(0 * x.sum() + x.mean()) == [Term(0.0), Term(24.0)]
+    assert terms_of(0 * x.sum() + x.mean()) == [Term(0.0), Term(24.0, elements=24)]
     assert terms_of(x.sum() / torch.tensor(0.0))[0].divisor == 0.0
     assert terms_of(x.sum() * float("inf"))[0].divisor == 0.0
+
+
+@pytest.mark.parametrize("reduce", [torch.sum, torch.mean, lambda stack: stack.mean(0)])
+def test_numbers_in_a_stack_are_terms_of_their_own(reduce):
+    """As if they were added; constants are none, and a stack of rows is reduced as a whole."""
+    x = outputs().requires_grad_()
+    first, second = x.square().sum(), functional.cross_entropy(x, CLASSES)
+    for numbers in ([first, second], [first, torch.tensor(1.0), second]):
+        count = 1 if reduce is torch.sum else len(numbers)
+        terms = terms_of(-reduce(torch.stack(numbers)) / 4)
+        assert [abs(term.divisor) for term in terms] == pytest.approx([4 * count, 24 * count])
+        assert [term.summed for term in terms] == [True, False]
+    rows = terms_of(reduce(torch.stack([x[0], x[1]]).reshape(-1)))
+    assert [term.elements for term in rows] == [8]
+
+
+@pytest.mark.parametrize(
+    ("loss", "elements"),
+    [
+        (lambda x: x.sum(), 24),
+        (lambda x: x.mean(), 24),
+        (lambda x: x.mean(0).sum(), 4),
+        (lambda x: x.sum(1).mean(0), 6),
+        (lambda x: x.sum((0, 1)) / 3, 24),
+        (lambda x: functional.mse_loss(x, x.detach() + 1), 24),
+        (lambda x: functional.cross_entropy(x[:5], CLASSES[:5]), 20),
+    ],
+)
+def test_a_term_has_the_number_of_elements_that_it_reduces(loss, elements):
+    """Those of the last reduction, which are not divisible by the samples if it is over others."""
+    (term,) = terms_of(loss(outputs().requires_grad_()))
+    assert term.elements == elements
 
 
 def test_a_bare_likelihood_has_its_node_and_a_scaled_one_has_not():

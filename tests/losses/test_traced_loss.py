@@ -91,9 +91,14 @@ DIVISIBLE = {
         s[y != -100], y[y != -100]
     ),
     "two terms": lambda model, s, y: likelihood(s, y) - 0.5 * likelihood(s.flip(-1), y),
+    "stacked terms": lambda model, s, y: torch.stack(
+        [likelihood(s, y), likelihood(s.flip(-1), y), y.float().mean() * 0]
+    ).mean(),
+    "sum of a stack": lambda model, s, y: torch.stack([summed(s, y), s.square().sum()]).sum(0),
     "with a constant": lambda model, s, y: summed(s, y) / count(y) + 0 * y.float().mean(),
     "another shape": lambda model, s, y: likelihood(s, y).view(1).squeeze(0).double().float(),
 }
+TWO_TERMS = ("two terms", "stacked terms", "sum of a stack")
 
 
 def batch():
@@ -129,7 +134,7 @@ def test_weighted_losses_of_micro_batches_are_the_loss_of_the_batch(divisible, n
     x = batch()
     micro_batches = micro_batches_of(x)
     columns = reader.weights(micro_batches, place + 1)
-    assert len(columns) == (2 if name == "two terms" else 1)
+    assert len(columns) == (2 if name in TWO_TERMS else 1)
     losses = [float(model(**part)[1][place].detach()) for part in micro_batches.inputs]
     for column in columns:
         parts = zip(column, losses, strict=True)
@@ -164,10 +169,6 @@ REFUSED = {
         lambda model, s, y: likelihood(s, y, weight=(model.gains * s.mean((0, 1))).detach()),
         "class weights that the model computes",
     ),
-    "means in a stack": (
-        lambda model, s, y: torch.stack([likelihood(s, y), likelihood(s.flip(-1), y)]).mean(),
-        "values that are not those of single samples",
-    ),
     "a mean of sums over samples": (
         lambda model, s, y: s.square().sum(0).mean(),
         "values that are not those of single samples",
@@ -178,6 +179,10 @@ REFUSED = {
     ),
     "squares of means over samples": (
         lambda model, s, y: functional.mse_loss(s.mean(0), one_hot(y).mean(0), reduction="sum"),
+        "values that are not those of single samples",
+    ),
+    "rows in a stack": (
+        lambda model, s, y: torch.stack([s.mean((0, 1)), s[0, 0]]).mean(),
         "values that are not those of single samples",
     ),
     "pairs of samples": (

@@ -201,6 +201,8 @@ class _Reading:
         name = op_name(node)
         if name in _SAME_VALUE or (name in ("mean", "sum") and _is_number(node.args[0])):
             return self.terms(_node(node.args[0]))
+        if name in ("mean", "sum") and _stacked(node.args[0]):
+            return [term for part in _stacked(node.args[0]) for term in self._parts(part)]
         if name in ("div", "true_divide", "mul"):
             return self._product(node, times=name == "mul")
         if name in ("add", "sub", "add_", "sub_"):
@@ -216,11 +218,13 @@ class _Reading:
 
     def _sum(self, node: fx.Node) -> list[Count]:
         """Return the terms of both operands; a value that depends on no output is a constant."""
-        terms: list[Count] = []
-        for part in node.args[:2]:
-            if isinstance(part, fx.Node) and not self._is_computable(part):
-                terms += self.terms(part)
-        return terms
+        return [term for part in node.args[:2] for term in self._parts(part)]
+
+    def _parts(self, operand: Any) -> list[Count]:
+        """Return the terms of an operand of a sum; none of a constant."""
+        if not isinstance(operand, fx.Node) or self._is_computable(operand):
+            return []
+        return self.terms(operand)
 
     def _reduction(self, node: fx.Node, name: str) -> Count:
         """Return the count of these inputs in a reduction to one number.
@@ -317,6 +321,13 @@ def _is_number(value: Any) -> bool:
     """Whether a value is a tensor without dimensions."""
     tensor = value.meta.get("val") if isinstance(value, fx.Node) else None
     return isinstance(tensor, Tensor) and not tensor.dim()
+
+
+def _stacked(value: Any) -> list[Any]:
+    """Return the numbers of a stack, `torch.stack([first_loss, second_loss])`; none of others."""
+    is_stack = isinstance(value, fx.Node) and op_name(value) == "stack"
+    parts = list(value.args[0]) if is_stack else []
+    return parts if all(map(_is_number, parts)) else []
 
 
 def _node(value: Any) -> fx.Node:
