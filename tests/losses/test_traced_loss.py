@@ -71,6 +71,12 @@ DIVISIBLE = {
     "by hand": lambda model, s, y: summed(s, y) / count(y),
     "by a factor": lambda model, s, y: (1 / count(y)) * summed(s, y),
     "by two factors": lambda model, s, y: summed(s, y) * (2 / count(y)) / y.shape[0] * 3,
+    "mean by a constant": lambda model, s, y: likelihood(s, y) * 0.25 / 3,
+    "by all elements": lambda model, s, y: summed(s, y) / y.numel(),
+    "smoothed": lambda model, s, y: likelihood(s, y, label_smoothing=0.1, weight=model.rates + 1),
+    "means of sequences": lambda model, s, y: (
+        likelihood(s, y, reduction="none").view(y.shape).sum(1) / (y != -100).sum(1).clamp(min=1)
+    ).mean(),
     "at least one": lambda model, s, y: summed(s, y) / count(y).clamp(min=1),
     "one more": lambda model, s, y: summed(s, y) / (count(y) + 1),
     "by the root": lambda model, s, y: summed(s, y) / count(y).float().sqrt().clamp(min=0.1),
@@ -98,6 +104,11 @@ DIVISIBLE = {
     "with a constant": lambda model, s, y: summed(s, y) / count(y) + 0 * y.float().mean(),
     "another shape": lambda model, s, y: likelihood(s, y).view(1).squeeze(0).double().float(),
 }
+#: Losses with the number of samples as a constant: the model has a graph for each number.
+OF_ONE_SIZE = {
+    "by samples": lambda model, s, y: summed(s, y) / len(y),
+    "by a share of samples": lambda model, s, y: (2 / len(y)) * summed(s, y) * 0.5,
+}
 TWO_TERMS = ("two terms", "stacked terms", "sum of a stack")
 
 
@@ -121,16 +132,19 @@ def micro_batches_of(x):
 
 @pytest.fixture(scope="module")
 def divisible():
-    """Each of the losses that can be divided, of one model: the model, and what reads them."""
-    model = Labelled(*DIVISIBLE.values())
-    return model, model_loss(model, batch())
+    """By loss that can be divided: its model, what reads it, and its place."""
+    entries = {}
+    for losses in (DIVISIBLE, OF_ONE_SIZE):
+        model = Labelled(*losses.values())
+        reader = model_loss(model, batch())
+        entries |= {name: (model, reader, place) for place, name in enumerate(losses)}
+    return entries
 
 
-@pytest.mark.parametrize("name", DIVISIBLE)
+@pytest.mark.parametrize("name", [*DIVISIBLE, *OF_ONE_SIZE])
 def test_weighted_losses_of_micro_batches_are_the_loss_of_the_batch(divisible, name):
     """Whatever a loss is divided by; micro-batches without weight count nothing."""
-    model, reader = divisible
-    place = list(DIVISIBLE).index(name)
+    model, reader, place = divisible[name]
     x = batch()
     micro_batches = micro_batches_of(x)
     columns = reader.weights(micro_batches, place + 1)
@@ -147,7 +161,8 @@ def test_a_batch_that_counts_nothing_has_the_shares_of_its_samples(divisible):
     x = batch()
     x["labels"].fill_(-100)
     micro_batches = micro_batches_of(x)
-    assert divisible[1].weights(micro_batches, 1) == [micro_batches.shares]
+    _, reader, place = divisible["mean"]
+    assert reader.weights(micro_batches, place + 1) == [micro_batches.shares]
 
 
 REFUSED = {
@@ -180,6 +195,14 @@ REFUSED = {
     "squares of means over samples": (
         lambda model, s, y: functional.mse_loss(s.mean(0), one_hot(y).mean(0), reduction="sum"),
         "values that are not those of single samples",
+    ),
+    "a penalty on weights": (
+        lambda model, s, y: s.square().sum() + model.head.weight.square().sum(),
+        "values that are not those of single samples",
+    ),
+    "a rounded quotient": (
+        lambda model, s, y: torch.div(summed(s, y), 3, rounding_mode="floor"),
+        "a quotient that is rounded",
     ),
     "rows in a stack": (
         lambda model, s, y: torch.stack([s.mean((0, 1)), s[0, 0]]).mean(),

@@ -211,6 +211,8 @@ class _Reading:
 
     def _product(self, node: fx.Node, *, times: bool) -> list[Count]:
         """Return the terms of a product or quotient of terms with a number."""
+        if node.kwargs.get("rounding_mode") is not None:
+            raise UnknownForm("a quotient that is rounded")
         first, second = node.args[0], node.args[1]
         if times and (not isinstance(first, fx.Node) or self._is_computable(first)):
             first, second = second, first
@@ -261,11 +263,12 @@ class _Reading:
 
     def _scaled(self, terms: list[Count], by: Any, times: bool) -> list[Count]:
         """Return terms multiplied or divided by a value."""
-        if not isinstance(by, fx.Node):
-            return terms  # a number, the same for all micro-batches
-        if not self._is_computable(by):
-            raise UnknownForm("a factor that depends on outputs")
-        (value,) = self.inputs.recompute(self.layer.training, [by])
+        value = by
+        if isinstance(by, fx.Node):
+            if not self._is_computable(by):
+                raise UnknownForm("a factor that depends on outputs")
+            (value,) = self.inputs.recompute(self.layer.training, [by])
+        # A constant of one graph, such as `len(labels)`, may be another one in that of others.
         number = float(value)
         # A factor of 1 / n stands for a count of n.
         if times and number:
