@@ -162,6 +162,25 @@ def test_a_process_changes_and_verifies_what_it_has(saved, original, pipe):
     assert "has " in refusal_of(pipe, saved, CheckpointDamaged, local=[0])
 
 
+def test_a_process_reads_a_tied_weight_from_the_file_of_another_stage(tmp_path):
+    """It is saved once, under its first name; its own optimizer does not step it."""
+
+    def tied(value):
+        first = nn.Linear(3, 3, bias=False)
+        nn.init.constant_(first.weight, value)
+        model = nn.Sequential(first, nn.Tanh(), nn.Linear(3, 3, bias=False))
+        model[2].weight = first.weight
+        options = {"balance": [2, 1], "micro_batches": 2, "executor": "threads"}
+        return ps.Pipeline(model, loss=nn.functional.mse_loss, **options)
+
+    tied(2.0).save(tmp_path)
+    for local, name in ((0, "0.weight"), (1, "2.weight")):
+        pipe = tied(5.0)
+        load_into(pipe, tmp_path, local=[local])
+        weight = stage_tensors(pipe._assembly.placed.local[local])[name]
+        assert (weight == 2.0).all()
+
+
 def test_without_optimizer_state_is_cleared_and_options_stay(saved, pipe):
     """To start with a new optimizer: what the checkpoint has of the old one does not matter."""
 

@@ -235,6 +235,7 @@ def test_files_that_no_rank_sees_are_listed_on_every_rank(tmp_path, monkeypatch)
         return lambda world: unseen_files(tmp_path / disks[world.rank], world)
 
     assert in_ranks(2, job("01"), monkeypatch) == [[NAMES[1], NAMES[2]]] * 2
+    assert in_ranks(2, job("10"), monkeypatch) == [[NAMES[1], NAMES[2]]] * 2
     assert in_ranks(2, job("12"), monkeypatch) == [[INDEX]] * 2
     (tmp_path / "0" / NAMES[2]).write_bytes(b"")
     write_index(tmp_path / "1", index_of())

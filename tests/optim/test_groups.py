@@ -33,6 +33,9 @@ def test_parameters_with_the_same_options_are_one_group_in_order_of_appearance()
     groups = Groups.of(by_kind, named().items())
     assert groups.options == ({"lr": 0.5}, {"weight_decay": 0.0}, {"lr": 0.25})
     assert groups.place == {"a.weight": 0, "a.bias": 1, "b.bias": 1, "b.weight": 2}
+    mixed = named() | {"c.weight": nn.Parameter(torch.ones(1))}
+    place = Groups.of(by_kind, mixed.items()).place
+    assert place == {"a.weight": 0, "a.bias": 1, "b.bias": 1, "c.weight": 0, "b.weight": 2}
 
 
 def test_groups_of_frozen_parameters_come_last_wherever_they_are():
