@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ from penstock.errors import CheckpointDamaged, FileError, SettingError
 
 NAME = "step-00000003-stage-0000-0123456789abcdef.safetensors"
 IDENTITY = "0123456789abcdef" * 2
-TEXTS = {"identity": IDENTITY, "step": "3", "optimizer": "{}"}
+TEXTS = MappingProxyType({"identity": IDENTITY, "step": "3", "optimizer": "{}"})
 ALL_DTYPES = (
     torch.float64,
     torch.float32,

@@ -255,6 +255,13 @@ def test_parameters_are_known_by_all_names_and_buffers_are_none(placed):
         {"0.weight", "0.bias"},
         {"2.weight", "2.bias", "3.weight", "3.bias"},
     ]
+    one, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    other.weight = one.weight
+    layer = SimpleNamespace(name="layer", module=nn.Sequential(one, nn.BatchNorm1d(2), other))
+    assert parameter_names(SimpleNamespace(layers=[layer])) == {
+        f"layer.{name}"
+        for name in ("0.weight", "0.bias", "1.weight", "1.bias", "2.weight", "2.bias")
+    }
 
 
 # -- schedulers ------------------------------------------------------------------------------------
@@ -299,6 +306,8 @@ def test_every_scheduler_needs_the_saved_state_of_its_class():
     assert scheduler_findings(made, states[:1], [STEP]) == (
         "it has the state of 1 learning-rate schedulers, and this pipeline has 2. " + advice
     )
+    fewer = scheduler_findings(made, states[1:], [COSINE])
+    assert fewer.endswith(f"this pipeline has 2. {advice}"), "their classes do not matter then"
     assert scheduler_findings(made[::-1], states, [STEP, COSINE]) == (
         f"scheduler 0 is {COSINE} here, and the checkpoint has the state of {STEP}. {advice}; "
         f"scheduler 1 is {STEP} here, and the checkpoint has the state of {COSINE}. {advice}"
