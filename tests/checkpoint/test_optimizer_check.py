@@ -28,10 +28,10 @@ def stepped(optimizer):
     return optimizer
 
 
-def with_attribute(value):
+def with_attribute(value, name="extra"):
     """Return an optimizer with a further attribute."""
     optimizer = SGD(parameters(), lr=0.1)
-    optimizer.extra = value
+    setattr(optimizer, name, value)
     return optimizer
 
 
@@ -188,6 +188,14 @@ REFUSED = {
     "a dictionary": (lambda: with_attribute({"a": 1, "b": torch.zeros(2)}), TENSORS),
     "a foreign parameter": (lambda: with_attribute(nn.Parameter(torch.zeros(2))), TENSORS),
     "another optimizer": (lambda: with_attribute(Adam(parameters())), ANOTHER),
+    "an optimizer as a private attribute": (
+        lambda: with_attribute(Adam(parameters()), "_optimizer"),
+        ANOTHER.replace("extra", "_optimizer"),
+    ),
+    "tensors as a private attribute": (
+        lambda: with_attribute([torch.zeros(2)], "_states"),
+        TENSORS.replace("extra", "_states"),
+    ),
     "a list of optimizers": (lambda: with_attribute([0, Adam(parameters())]), ANOTHER),
     "optimizers by name": (lambda: with_attribute({"inner": Adam(parameters())}), ANOTHER),
     "zero": (
