@@ -257,6 +257,16 @@ def test_files_of_hugging_faces_layout_are_filled_in_order(tmp_path, monkeypatch
             assert content.metadata() == {"format": "pt"}
 
 
+def test_a_tied_weight_counts_once_in_the_size_of_a_model(tmp_path, monkeypatch):
+    """It is in one file, and the index does not name it twice."""
+    monkeypatch.setattr(weight_files, "SHARD_BYTES", 40)
+    weight = torch.ones(8)
+    save_weights({"a": weight, "b": torch.zeros(8), "c": weight}, tmp_path, "huggingface")
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["metadata"] == {"total_size": 64}
+    assert list(index["weight_map"]) == ["a", "b"]
+
+
 def test_only_tensors_that_an_index_names_are_read(tmp_path):
     """In its order; its files may have more."""
     save_file({"a": torch.ones(1), "b": torch.ones(2)}, tmp_path / "x.safetensors")

@@ -169,7 +169,7 @@ def test_other_forms_are_unknown_by_the_name_of_their_node():
 
 
 @pytest.mark.parametrize("weight", [None, WEIGHT])
-@pytest.mark.parametrize("ignored", [-100, 2, 0])
+@pytest.mark.parametrize("ignored", [-100, 2, 0, 9])
 def test_classes_are_counted_without_those_that_are_ignored(weight, ignored):
     """A slow reference: one target after the other."""
     targets = [

@@ -55,6 +55,13 @@ def summed(scores, labels):
     return likelihood(scores, labels, reduction="sum")
 
 
+def alignment(scores, labels, reduction):
+    """Return the loss of the alignment of all tokens with the first two labels."""
+    lengths = [torch.full_like(labels[:, 0], count) for count in (TOKENS, 2)]
+    rows = scores.log_softmax(-1).transpose(0, 1)
+    return functional.ctc_loss(rows, labels[:, :2].clamp(min=1), *lengths, reduction=reduction)
+
+
 DIVISIBLE = {
     "mean": lambda model, s, y: likelihood(s, y),
     "other padding": lambda model, s, y: likelihood(s, y.clamp(min=0), ignore_index=2),
@@ -81,6 +88,8 @@ DIVISIBLE = {
     "one more": lambda model, s, y: summed(s, y) / (count(y) + 1),
     "by the root": lambda model, s, y: summed(s, y) / count(y).float().sqrt().clamp(min=0.1),
     "by a flag": lambda model, s, y: summed(s, y) * (y != -100).any().float(),
+    "alignments": lambda model, s, y: alignment(s, y, "mean"),
+    "sum of alignments": lambda model, s, y: alignment(s, y, "sum"),
     "squares": lambda model, s, y: functional.mse_loss(s, one_hot(y)),
     "sum of squares": lambda model, s, y: functional.mse_loss(s, one_hot(y), reduction="sum"),
     "distances": lambda model, s, y: functional.l1_loss(s, one_hot(y)),
