@@ -379,6 +379,13 @@ def test_a_loss_scaler_is_saved_and_loaded_or_neither():
     )
 
 
+def test_an_empty_state_of_a_scaler_is_the_state_of_one():
+    """It is damaged, and not that of a run without a scaler."""
+    text = scaler_findings(False, {})
+    assert "it has the state of a loss scaler (scale nan), and this pipeline has none" in text
+    assert text.endswith("the state of its loss scaler is damaged: {}")
+
+
 @pytest.mark.parametrize(
     "change",
     [{"scale": 0.0}, {"scale": -1.0}, {"scale": math.nan}, "scale", "steps", "skipped"],

@@ -29,14 +29,14 @@ from penstock.errors import CheckpointDamaged, FileError
 from penstock.stage.stage_state import stage_tensors
 
 
-def pipeline(optimizer=Adam, seed=0, sizes=(3, 4, 2)):
-    """Return a pipeline of two stages."""
+def pipeline(optimizer=Adam, seed=0, sizes=(3, 4, 2), balance=(2, 1)):
+    """Return a pipeline, of two stages by default."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(*sizes[:2]), nn.BatchNorm1d(sizes[1]), nn.Linear(*sizes[1:]))
     return ps.Pipeline(
         model,
         loss=nn.functional.mse_loss,
-        balance=[2, 1],
+        balance=[*balance],
         micro_batches=2,
         optimizer=optimizer and (lambda params: optimizer(params, lr=0.01)),
         executor="threads",
@@ -160,6 +160,25 @@ def test_a_process_changes_and_verifies_what_it_has(saved, original, pipe):
     assert "is damaged: its SHA-256" in refusal_of(pipe, saved, CheckpointDamaged, local=[1])
     file.write_bytes(file.read_bytes()[:-1])
     assert "has " in refusal_of(pipe, saved, CheckpointDamaged, local=[0])
+
+
+def test_group_numbers_of_two_files_are_not_compared(saved, original):
+    """Stages count their groups by their own parameters; other stages here have those of both."""
+
+    def renumber(tensors, texts):
+        if "model/2.bias" in tensors:
+            texts["optimizer"] = texts["optimizer"].replace('"group": 0', '"group": 1')
+
+    rewrite(saved, renumber)
+    one = pipeline(balance=(3,))
+    load_into(one, saved)
+    assert differences(state_of(one), original[1]) == []
+
+    def renumber_one(tensors, texts):
+        texts["optimizer"] = texts["optimizer"].replace('"group": 0', '"group": 1', 1)
+
+    rewrite(saved, renumber_one)
+    assert "were in two parameter groups when it was saved" in refusal_of(one, saved)
 
 
 def test_a_process_reads_a_tied_weight_from_the_file_of_another_stage(tmp_path):

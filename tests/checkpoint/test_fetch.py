@@ -272,6 +272,10 @@ def test_an_error_while_a_file_is_copied_is_raised_at_its_end(tmp_path):
     assert missing.read(0, 3).tolist() == [0, 0, 0]
     with pytest.raises(FileError, match=r"cannot copy .*none between hosts: No such file"):
         missing.finish()
+    (tmp_path / "none").mkdir()
+    missing.read(3, 3)
+    with pytest.raises(FileError, match=r"cannot copy .*none between hosts: No such file"):
+        missing.finish()
     (tmp_path / "file").write_text("")
     blocked = fetch._Copy(tmp_path / "file" / "x", tmp_path / "file" / "x.partial", False, True)
     blocked.begin()
