@@ -13,7 +13,13 @@ import torch
 import penstock as ps
 from penstock.batches import device_batch as module
 from penstock.batches.batch import Batch, make_batch
-from penstock.batches.device_batch import INPUTS, TARGETS, device_batch
+from penstock.batches.device_batch import (
+    INPUTS,
+    TARGETS,
+    device_batch,
+    micro_batch_inputs,
+    whole_inputs,
+)
 
 META = torch.device("meta")
 
@@ -112,3 +118,20 @@ def test_a_view_may_become_the_leaf_of_a_graph_without_changing_other_views():
     on_device = device_batch(batch, META)
     on_device.part(INPUTS, 0).requires_grad_()
     assert not on_device.part(INPUTS, 0).requires_grad
+
+
+def test_inputs_are_cut_from_one_copy_on_a_device_and_passed_on_from_the_host(copies):
+    """Those of a micro-batch, and of the whole batch."""
+    x = {"a": torch.arange(5.0), "b": [torch.ones(5, 2), 3]}
+    batch = make_batch(x, torch.arange(5), 2, step=0, training=True)
+    host = torch.device("cpu")
+    whole, part = whole_inputs(batch, host), micro_batch_inputs(batch, 1, host)
+    assert whole["a"] is x["a"]
+    assert part["a"].tolist() == [3.0, 4.0]
+    assert (whole["b"][1], part["b"][1]) == (3, 3)
+    assert copies == []
+    whole, part = whole_inputs(batch, META), micro_batch_inputs(batch, 1, META)
+    assert forms([whole["a"], whole["b"][0]]) == [((5,), (1,)), ((5, 2), (2, 1))]
+    assert forms([part["a"], part["b"][0]]) == [((2,), (1,)), ((2, 2), (2, 1))]
+    assert whole["a"].device == part["b"][0].device == META
+    assert len(copies) == 2

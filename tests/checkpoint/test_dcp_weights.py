@@ -99,6 +99,41 @@ def huge(metadata):
     metadata.state_dict_metadata["0.weight"].size = torch.Size([2**40, 2**20])
 
 
+def transformed(metadata):
+    """Say that files are compressed."""
+    for info in metadata.storage_data.values():
+        info.transform_descriptors = ["zstd"]
+
+
+def negative(metadata):
+    """Give a tensor a size below 0."""
+    metadata.state_dict_metadata["0.weight"].size = [-4, 6]
+
+
+def in_bytes(metadata):
+    """Give a tensor fewer elements than all files have bytes, and more bytes."""
+    half = sum(info.length for info in metadata.storage_data.values()) // 2
+    metadata.state_dict_metadata["0.weight"].size = torch.Size([1, half])
+
+
+def numbered(metadata):
+    """Give a tensor a number in place of a name."""
+    metadata.state_dict_metadata[3] = metadata.state_dict_metadata.pop("0.weight")
+
+
+def number_of_file(metadata):
+    """Give a file a number in place of a name."""
+    for info in metadata.storage_data.values():
+        info.relative_path = 3
+
+
+def linked(folder):
+    """Let a file be a link to another one."""
+    file = next(folder.glob("*.distcp"))
+    file.rename(folder.parent / "elsewhere")
+    file.symlink_to(folder.parent / "elsewhere")
+
+
 PATCH = b"\x80\x04ctorch.distributed.checkpoint.metadata\nMetadata\n(N}\x8c\x04evil\x8c\x01xstb."
 HOSTILE = {
     "code": (lambda folder: (folder / ".metadata").write_bytes(pickle.dumps(Evil())), "system"),
@@ -109,6 +144,20 @@ HOSTILE = {
     "cut off": (lambda folder: os.truncate(folder / ".metadata", 100), "no metadata that"),
     "a file outside": (changed(outside), "which is no file in the folder"),
     "a huge tensor": (changed(huge), "is larger than all files"),
+    "a compressed file": (changed(transformed), r"its files are transformed \(compressed or"),
+    "a size below 0": (changed(negative), "'0.weight' is larger than all files"),
+    "too many bytes": (changed(in_bytes), "'0.weight' is larger than all files"),
+    "a number as name": (changed(numbered), "'3' is larger than all files"),
+    "a number as file": (changed(number_of_file), "it names '3', which is no file in the folder"),
+    "a link": (linked, "there is no file __0_0"),
+    "something else": (
+        lambda folder: (folder / ".metadata").write_bytes(pickle.dumps({})),
+        "it names|it holds something else",
+    ),
+    "another function": (
+        lambda folder: (folder / ".metadata").write_bytes(pickle.dumps(torch.load)),
+        r"it names torch\.serialization\.load",
+    ),
     "no file": (lambda folder: next(folder.glob("*.distcp")).unlink(), "there is no file"),
     "damaged": (lambda folder: os.truncate(next(folder.glob("*.distcp")), 1000), "cannot read the"),
 }
@@ -134,3 +183,38 @@ def test_a_folder_without_weights_says_what_it_has(tmp_path):
         FileError, match=r"holds no weights of a model: its tensors are optim\.state"
     ):
         load_weights(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "names"),
+    [
+        ({"model_state_dict": {"a": 1, "b": {"c": 2}}, "other": {"d": 3}}, {"a": 1, "b.c": 2}),
+        ({"x": {"model": {"model": {"w": 4}}}, "top": 5}, {"model.w": 4}),
+        ({"model": 6, "b": 7, "nested": {"c": 8}}, {"model": 6, "b": 7}),
+        ({"model": {"layers": [{"w": 1}, {"w": 2}]}}, {"layers.0.w": 1, "layers.1.w": 2}),
+    ],
+)
+def test_names_are_those_below_the_first_part_that_is_the_model(tmp_path, content, names):
+    """Without such a part those at the top of the state; other values are no weights."""
+
+    def tensors(value):
+        if isinstance(value, dict):
+            return {key: tensors(part) for key, part in value.items()}
+        if isinstance(value, list):
+            return [tensors(part) for part in value]
+        return torch.tensor([float(value)])
+
+    dcp.save(tensors(content) | {"step": 3}, checkpoint_id=tmp_path, no_dist=True)
+    read = load_weights(tmp_path)
+    assert {name: tensor.item() for name, tensor in read.items()} == names
+
+
+def test_metadata_of_other_versions_may_lack_what_is_not_needed(tmp_path):
+    """Paths within the state, and facts on the storage."""
+
+    def strip(metadata):
+        metadata.planner_data = metadata.storage_meta = None
+
+    dcp.save(model().state_dict(), checkpoint_id=tmp_path, no_dist=True)
+    changed(strip)(tmp_path)
+    assert_same(load_weights(tmp_path), model().state_dict())

@@ -13,10 +13,14 @@ from tests.checkpoint.test_checkpoint import batch, differences, pipeline, train
 
 import penstock as ps
 from penstock.checkpoint import checkpoint_files, series
+from penstock.checkpoint.checkpoint_files import write_file
+from penstock.checkpoint.checkpoint_index import Checkpoint, write_index
 from penstock.checkpoint.series import (
     best_whole,
     newest_whole,
+    partial_folder,
     prune,
+    publication,
     set_aside,
     step_folder,
     step_folders,
@@ -260,3 +264,139 @@ def test_a_second_run_in_the_folder_of_a_series_is_refused(tmp_path):
             other.resume(pipe)
     with ps.Checkpoints(tmp_path / "series") as later:
         assert later.resume(pipe) is None
+
+
+# -- folders without a pipeline ------------------------------------------------------------------
+
+
+def write_step(root, step, score=None, *, folder=None, hosts=()):
+    """Write a checkpoint of two files; return its folder."""
+    folder = step_folder(root, step) if folder is None else folder
+    names = [f"step-{step:08d}-stage-{stage:04d}-{'ab' * 8}.safetensors" for stage in (0, 1)]
+    identity = {"identity": "ab" * 16}
+    sums = {name: write_file(folder / name, {"a": torch.zeros(1)}, identity) for name in names}
+    index = Checkpoint(
+        step,
+        "f",
+        tuple(names),
+        identity="ab" * 16,
+        sums=sums,
+        score=score,
+        hosts={name: "a" for name in names if hosts},
+    )
+    write_index(folder, index)
+    return folder
+
+
+def test_folders_of_steps_are_found_newest_first(tmp_path):
+    """By number; other names, files and short numbers are none. A missing root has none."""
+    for name in ("step-000002", "step-1000000", "step-999999", "step-00003", "step-000004x"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "step-000009").write_text("")
+    folders = [step_folder(tmp_path, step) for step in (1_000_000, 999_999, 2)]
+    assert step_folders(tmp_path) == folders
+    assert [folder.name for folder in folders] == ["step-1000000", "step-999999", "step-000002"]
+    assert step_folders(tmp_path / "nowhere") == []
+    assert partial_folder(tmp_path, 7) == tmp_path / ".step-000007.partial"
+    assert partial_folder(tmp_path, 7) not in step_folders(tmp_path)
+
+
+def test_whole_ones_are_in_the_order_of_their_steps_and_others_are_told(tmp_path):
+    """Whatever the names and the order of the folders."""
+    folders = [
+        write_step(tmp_path, step, folder=tmp_path / name)
+        for step, name in ((3, "c"), (9, "a"), (5, "b"))
+    ]
+    said = []
+    whole = whole_checkpoints([*folders, tmp_path / "none"], said.append)
+    assert [(saved.step, saved.folder.name) for saved in whole] == [(9, "a"), (5, "b"), (3, "c")]
+    assert len(said) == 1
+    assert said[0].startswith(f"skipping the checkpoint {tmp_path / 'none'}: ")
+    assert newest_whole(folders).step == 9
+    assert newest_whole([]) is None
+    assert newest_whole([tmp_path / "none"]) is None
+
+
+def test_files_on_the_disks_of_other_hosts_may_be_missing_here(tmp_path):
+    """They are fetched when they are loaded; those that are here must be whole."""
+    folder = write_step(tmp_path, 3, hosts="a")
+    assert [saved.step for saved in whole_checkpoints([folder])] == [3]
+    next(folder.glob("*stage-0001*")).unlink()
+    assert [saved.step for saved in whole_checkpoints([folder])] == [3]
+    file = next(folder.glob("*stage-0000*"))
+    file.write_bytes(file.read_bytes()[:-1])
+    assert whole_checkpoints([folder]) == []
+    shared = write_step(tmp_path, 4)
+    next(shared.glob("*stage-0001*")).unlink()
+    assert whole_checkpoints([shared]) == []
+
+
+def test_the_best_score_is_the_lowest_and_of_equal_ones_the_newest(tmp_path):
+    """Unknown scores do not count."""
+    scores = {1: None, 2: 0.5, 3: -1.0, 4: 7.0, 5: -1.0, 6: None}
+    folders = [write_step(tmp_path, step, score) for step, score in scores.items()]
+    assert best_whole(folders).step == 5
+    assert best_whole(folders[:4]).step == 3
+    assert best_whole([folders[0], folders[5]]) is None
+    assert best_whole([]) is None
+    assert [saved.score for saved in whole_checkpoints(folders[:2])] == [0.5, float("inf")]
+
+
+def test_a_complete_checkpoint_gets_its_name_after_the_logs_are_on_the_disk(tmp_path, monkeypatch):
+    """One of the same step, which was not whole, gives way. A log need not exist."""
+    root = tmp_path / "series"
+    write_step(root, 3, folder=partial_folder(root, 3))
+    (step_folder(root, 3) / "old").mkdir(parents=True)
+    log = tmp_path / "metrics.jsonl"
+    log.write_text("")
+    happened = []
+    for name in ("sync_file", "sync_folder"):
+        monkeypatch.setattr(
+            series, name, lambda path: happened.append((path, steps_in(root) == ["step-000003"]))
+        )
+    made = publication(root, 3, 1, [tmp_path / "none", log])
+    assert made.folder == root
+    made.publish()
+    assert happened == [(log, False), (root, True)]
+    assert newest_whole(step_folders(root)).step == 3
+    with pytest.raises(FileError, match=r"cannot write the checkpoint .*step-000003: No such file"):
+        made.publish()
+
+
+def test_after_a_failure_the_folder_of_the_save_is_removed_and_after_a_success_older_ones(tmp_path):
+    """As many whole ones stay as were asked for."""
+    for step in (1, 2, 3):
+        write_step(tmp_path, step)
+    write_step(tmp_path, 4, folder=partial_folder(tmp_path, 4))
+    publication(tmp_path, 4, 2).discard()
+    assert steps_in(tmp_path) == ["step-000001", "step-000002", "step-000003"]
+    publication(tmp_path, 4, 2).discard()
+    publication(tmp_path, 3, 2).clean(None)
+    assert steps_in(tmp_path) == ["step-000002", "step-000003"]
+
+
+@pytest.mark.parametrize(
+    ("keep", "steps"), [(1, [2, 5, 6, 7]), (2, [2, 3, 4, 5, 6, 7]), (9, [1, 2, 3, 4, 5, 6, 7])]
+)
+def test_damaged_ones_do_not_count_and_stay_while_they_are_newer(tmp_path, keep, steps):
+    """Steps 4, 6 and 7 are not whole; step 2 is the best one."""
+    for step in range(1, 8):
+        write_step(tmp_path, step, {1: 4.0, 2: 1.0, 5: 2.0}.get(step))
+    for step in (4, 6, 7):
+        cut_off(step_folder(tmp_path, step))
+    partial_folder(tmp_path, 8).mkdir()
+    prune(tmp_path, keep)
+    assert [int(name.removeprefix("step-")) for name in steps_in(tmp_path)] == steps
+    prune(tmp_path / "nowhere", keep)
+
+
+def test_later_steps_are_set_aside_and_the_one_that_is_continued_from_is_not(tmp_path):
+    """Those that an earlier run has set aside give way."""
+    for step in (2, 4, 6):
+        write_step(tmp_path, step)
+    (tmp_path / "damaged-step-000006" / "old").mkdir(parents=True)
+    set_aside(tmp_path, 4)
+    assert steps_in(tmp_path) == ["damaged-step-000006", "step-000002", "step-000004"]
+    assert (tmp_path / "damaged-step-000006" / "checkpoint.json").exists()
+    set_aside(tmp_path, 1)
+    assert len(list(tmp_path.glob("damaged-*"))) == 3

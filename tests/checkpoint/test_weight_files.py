@@ -11,6 +11,7 @@ import re
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tests.checkpoint.test_checkpoint import differences, trained
 from torch import nn
@@ -192,3 +193,114 @@ def test_what_cannot_be_written_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(FileError, match="cannot write the weights to"):
         save_weights({"a": torch.ones(1)}, tmp_path / "file" / "x")
+
+
+def views():
+    """Return tensors that share memory: equal ones, parts of one, and empty ones."""
+    base = torch.arange(12.0)
+    return {
+        "whole": base,
+        "again": base,
+        "begin": base[:4],
+        "middle": base[2:6],
+        "end": base[6:],
+        "shape": base.reshape(3, 4),
+        "turned": base.reshape(3, 4).t(),
+        "empty": torch.zeros(0),
+        "empty too": torch.zeros(0, 2),
+        "trained": nn.Parameter(torch.ones(2)),
+    }
+
+
+@pytest.mark.parametrize("name", WEIGHT_FORMATS)
+@pytest.mark.parametrize("shard_bytes", [5 * 10**9, 50])
+def test_tensors_that_share_memory_come_back_to_the_bit(tmp_path, monkeypatch, name, shard_bytes):
+    """Views of one flat memory too. Hugging Face's layout leaves out equal ones, and nothing else."""
+    monkeypatch.setattr(weight_files, "SHARD_BYTES", shard_bytes)
+    expected = views()
+    target = tmp_path / ("w.safetensors" if name == "safetensors" else "new/folder/w")
+    assert all(file.exists() for file in save_weights(views(), str(target), name))
+    if name == "huggingface":
+        del expected["again"]
+    read = load_weights(str(target))
+    assert differences(read, {key: tensor.detach() for key, tensor in expected.items()}) == []
+
+
+@pytest.mark.parametrize(
+    ("sizes", "files"),
+    [
+        ([4, 4, 2], [[0, 1, 2]]),
+        ([4, 4, 3], [[0, 1], [2]]),
+        ([20, 1, 9, 1], [[0], [1, 2], [3]]),
+        ([1, 20, 1], [[0], [1], [2]]),
+        ([10, 10], [[0], [1]]),
+    ],
+)
+def test_files_of_hugging_faces_layout_are_filled_in_order(tmp_path, monkeypatch, sizes, files):
+    """Up to the limit, and a larger tensor has a file of its own; the index comes with several."""
+    monkeypatch.setattr(weight_files, "SHARD_BYTES", 40)
+    tensors = {f"t{number}": torch.ones(size) for number, size in enumerate(sizes)}
+    written = save_weights(tensors, tmp_path, "huggingface")
+    names = ["model.safetensors"]
+    if len(files) > 1:
+        names = [f"model-{n:05d}-of-{len(files):05d}.safetensors" for n in range(1, len(files) + 1)]
+        names.append("model.safetensors.index.json")
+        index = json.loads((tmp_path / names[-1]).read_text())
+        assert index["metadata"] == {"total_size": 4 * sum(sizes)}
+        assert index["weight_map"] == {
+            f"t{number}": names[place] for place, row in enumerate(files) for number in row
+        }
+    assert [path.name for path in written] == names
+    for name, row in zip(names, files, strict=False):
+        assert list(load_file(tmp_path / name)) == [f"t{number}" for number in row]
+        with safe_open(tmp_path / name, framework="pt") as content:
+            assert content.metadata() == {"format": "pt"}
+
+
+def test_a_tied_weight_counts_once_in_the_size_of_a_model(tmp_path, monkeypatch):
+    """It is in one file, and the index does not name it twice."""
+    monkeypatch.setattr(weight_files, "SHARD_BYTES", 40)
+    weight = torch.ones(8)
+    save_weights({"a": weight, "b": torch.zeros(8), "c": weight}, tmp_path, "huggingface")
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["metadata"] == {"total_size": 64}
+    assert list(index["weight_map"]) == ["a", "b"]
+
+
+def test_only_tensors_that_an_index_names_are_read(tmp_path):
+    """In its order; its files may have more."""
+    save_file({"a": torch.ones(1), "b": torch.ones(2)}, tmp_path / "x.safetensors")
+    save_file({"c": torch.ones(3)}, tmp_path / "y.safetensors")
+    shards('{"weight_map": {"c": "y.safetensors", "a": "x.safetensors"}}')(tmp_path)
+    assert list(load_weights(tmp_path)) == ["c", "a"]
+
+
+def test_a_checkpoint_in_a_folder_comes_before_other_formats_and_is_verified(tmp_path):
+    """A damaged number would only be noticed in the results."""
+    trained(1, "mlp", 2).save(tmp_path)
+    expected = load_weights(tmp_path)
+    save_file({"of the file": torch.ones(1)}, tmp_path / "model.safetensors")
+    shards('{"weight_map": {"of the file": "model.safetensors"}}')(tmp_path)
+    assert load_weights(tmp_path).keys() == expected.keys()
+    file = next(tmp_path.glob("*stage-0001*"))
+    file.write_bytes(file.read_bytes()[:-1] + b"\x7f")
+    with pytest.raises(
+        FileError, match=f"{file.name} of the checkpoint .* is damaged: its SHA-256"
+    ):
+        load_weights(tmp_path)
+    for name, key in (("checkpoint.json", "of the file"), ("model.safetensors.index.json", "b")):
+        (tmp_path / name).unlink()
+        assert list(load_weights(tmp_path)) == [key]
+        save_file({"b": torch.ones(1)}, tmp_path / "model.safetensors")
+
+
+def test_a_dtype_that_a_format_does_not_have_is_refused_by_its_name(tmp_path):
+    """safetensors has no complex numbers of double precision; PyTorch has."""
+    tensors = {"a": torch.ones(1, dtype=torch.complex128)}
+    for name in ("safetensors", "huggingface"):
+        with pytest.raises(
+            SettingError, match=r"^safetensors cannot hold tensors of torch\.complex128$"
+        ):
+            save_weights(tensors, tmp_path / name, name)
+    save_weights(tensors, tmp_path / "w", "state-dict")
+    assert differences(load_weights(tmp_path / "w"), tensors) == []

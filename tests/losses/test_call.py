@@ -60,6 +60,33 @@ def test_losses_of_torch_are_known_by_themselves_and_not_by_name(loss, expected)
     assert LossCall(loss, CPU).draws is not expected
 
 
+def test_all_losses_of_torchs_functional_module_are_known_and_nothing_else():
+    """Also under the names of a partial."""
+    names = [name for name in dir(functional) if is_torchs_loss(getattr(functional, name))]
+    assert names == [
+        "binary_cross_entropy",
+        "binary_cross_entropy_with_logits",
+        "cosine_embedding_loss",
+        "cross_entropy",
+        "ctc_loss",
+        "gaussian_nll_loss",
+        "hinge_embedding_loss",
+        "huber_loss",
+        "kl_div",
+        "l1_loss",
+        "margin_ranking_loss",
+        "mse_loss",
+        "multi_margin_loss",
+        "multilabel_margin_loss",
+        "multilabel_soft_margin_loss",
+        "nll_loss",
+        "poisson_nll_loss",
+        "smooth_l1_loss",
+        "soft_margin_loss",
+        "triplet_margin_loss",
+    ]
+
+
 def test_random_numbers_are_those_of_step_and_micro_batch():
     """And of the seed; the generator of the caller does not move."""
 

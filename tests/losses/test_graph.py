@@ -28,6 +28,58 @@ def test_functions_of_outputs_are_listed_with_their_sizes():
     assert found(x.clamp(min=0).max(), x) == [("Clamp", 24), ("Max", 1)]
 
 
+#: Functions that are linear in parts, or nearly so, by their names in a graph.
+PIECEWISE = {
+    "Abs": torch.abs,
+    "Amax": torch.amax,
+    "Amin": torch.amin,
+    "Clamp": lambda x: x.clamp(0, 1),
+    "ClampMax": lambda x: torch.clamp_max(x, 0),
+    "ClampMin": lambda x: torch.clamp_min(x, 0),
+    "Elu": functional.elu,
+    "Fmax": lambda x: torch.fmax(x, torch.zeros(3)),
+    "Fmin": lambda x: torch.fmin(x, torch.zeros(3)),
+    "Gelu": functional.gelu,
+    "Hardshrink": functional.hardshrink,
+    "Hardsigmoid": functional.hardsigmoid,
+    "Hardswish": functional.hardswish,
+    "Hardtanh": functional.hardtanh,
+    "LeakyRelu": functional.leaky_relu,
+    "LogSigmoid": functional.logsigmoid,
+    "Logsumexp": lambda x: x.logsumexp(0),
+    "Max": lambda x: x.max(),
+    "Maximum": lambda x: torch.maximum(x, torch.zeros(3)),
+    "Min": lambda x: x.min(),
+    "Minimum": lambda x: torch.minimum(x, torch.zeros(3)),
+    "Mish": functional.mish,
+    "Prelu": lambda x: functional.prelu(x, torch.tensor([0.5])),
+    "Relu": torch.relu,
+    "Silu": functional.silu,
+    "Softplus": functional.softplus,
+    "Softshrink": functional.softshrink,
+    "Threshold": lambda x: functional.threshold(x, 0.5, 0.0),
+    "Where": lambda x: torch.where(x > 0, x, 2 * x),
+    "HuberLoss": lambda x: functional.huber_loss(x, torch.zeros(3)),
+    "SmoothL1Loss": lambda x: functional.smooth_l1_loss(x, torch.zeros(3)),
+    "SoftMarginLoss": lambda x: functional.soft_margin_loss(x, torch.ones(3)),
+    "MultiMarginLoss": lambda x: functional.multi_margin_loss(x, torch.tensor(0)),
+    "MultilabelMarginLoss": lambda x: functional.multilabel_margin_loss(
+        x, torch.tensor([0, -1, -1])
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PIECEWISE)
+def test_all_functions_that_are_linear_in_parts_are_listed(name):
+    """No numeric test tells them from linear ones where all samples stay in one part."""
+    x = torch.tensor([0.3, -0.2, 0.1], requires_grad=True)
+    value = PIECEWISE[name](x)
+    size = 3 if name.endswith("Loss") else value.numel()
+    assert found(value.sum(), x) == [(name, size)]
+    scalar = value.mean() if value.dim() else value
+    assert found(PIECEWISE["Abs"](scalar), x) == sorted([("Abs", 1), (name, size)])
+
+
 def test_a_function_that_is_used_twice_is_listed_once_per_use_in_the_graph():
     """One node is one function; the walk does not recurse."""
     x = torch.randn(3, requires_grad=True)

@@ -27,20 +27,21 @@ def model(x, weight):
     return {"a": value.tanh(), "b": value.sin(), "unused": value * 2, "ids": x.long()}
 
 
+@pytest.mark.parametrize("forward", [[0, 1, 2], [1, 2, 0]])
 @pytest.mark.parametrize("backward", [[0, 1, 2], [2, 0, 1]])
 @pytest.mark.parametrize("start", [1.0, 0.25])
-def test_gradients_are_those_of_one_backward_over_the_batch(backward, start):
-    """In whatever order the backwards come; the reported loss is there with the last forward."""
+def test_gradients_are_those_of_one_backward_over_the_batch(forward, backward, start):
+    """In whatever order the ops come; the reported loss is there with the last forward."""
     torch.manual_seed(0)
     x, y = torch.randn(7, 3, dtype=torch.float64), torch.randn(7, 3, dtype=torch.float64)
     weight = torch.randn(3, 3, dtype=torch.float64, requires_grad=True)
     joint = JointLosses(LossCall(contrastive, CPU))
     for step in range(2):
         batch = make_batch(x + step, y, 3, step=step, training=True)
-        roots, shares = [], []
-        for number in batch.numbers:
+        roots, shares = {}, []
+        for number in forward:
             root, share = joint.of(batch, number, model(batch.inputs[number], weight))
-            roots.append(root)
+            roots[number] = root
             shares.append(float(share))
             assert root.item() == 0.0
         expected = contrastive(model(x + step, weight), y)

@@ -60,6 +60,26 @@ def test_weighted_losses_of_micro_batches_add_up_to_that_of_the_batch(name, seed
         assert total == pytest.approx(float(whole), rel=1e-6)
 
 
+def test_batches_of_other_forms_are_analysed_by_themselves():
+    """Of inputs, of targets in their shape and dtype, and of the number of micro-batches."""
+
+    def loss(output, target):
+        if target.dim() == 1:
+            return output.square().sum()
+        return output.square().mean() if target.dtype is torch.int64 else output.abs().sum() / 7
+
+    weights = LossWeights(LossCall(loss, CPU))
+    x = torch.randn(5, 2)
+    rows = [(torch.ones(5), [1.0] * 3), (torch.ones(5, 2), [1.0] * 3)]
+    rows.append((torch.ones(5, 2, dtype=torch.int64), [0.4, 0.4, 0.2]))
+    for _ in range(2):
+        for target, expected in rows:
+            assert weights_of(loss, x, target, weights=weights)[0] == pytest.approx(expected)
+        for count in (2, 5):
+            numbers, batch = weights_of(loss, x, rows[2][0], count, weights=weights)
+            assert numbers == pytest.approx(batch.shares)
+
+
 @pytest.mark.parametrize("weighted", [False, True])
 def test_classes_are_counted_anew_in_every_batch(weighted):
     """Without ignored ones the weights are the shares themselves."""

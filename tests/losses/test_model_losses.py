@@ -51,6 +51,12 @@ def by_hand(scores, labels):
     return each / (labels != -100).sum()
 
 
+def at_least_one(scores, labels):
+    """The same where no token counts; such numbers of micro-batches do not add up to the batch's."""
+    each = functional.cross_entropy(scores.view(-1, WORDS), labels.view(-1), reduction="sum")
+    return each / (labels != -100).sum().clamp(min=1)
+
+
 def halves(scores, labels):
     """Two terms that count alike."""
     return (
@@ -127,6 +133,7 @@ def check(model, plain, x, schedule, loss=its_own):
         (tokens_that_count, "zb-h1"),
         # What a graph shows of its divisor does not depend on the schedule.
         (by_hand, "gpipe"),
+        (at_least_one, "gpipe"),
         (halves, "1f1b"),
         (squares, "zb-h1"),
         (total, "1f1b"),
@@ -235,3 +242,31 @@ def test_a_list_of_layers_that_computes_its_loss_must_weight_by_samples():
     )
     pipe.train_batch(x, x["labels"])
     torch.testing.assert_close(weighed[1].head.weight.grad, plain[1].head.weight.grad)
+
+
+def features(scores, _):
+    """A sum over features of the mean over samples: of the parts of a batch it is no sum."""
+    return scores.square().mean((0, 1)).sum()
+
+
+def stacked(scores, labels):
+    """A mean of two means."""
+    return torch.stack([squares(scores, labels), tokens_that_count(scores, labels)]).mean()
+
+
+def test_a_loss_of_a_list_of_layers_over_other_values_than_those_of_samples_is_refused():
+    """Its sums over parts of the batch would be taken for sums over samples."""
+    x = batch()
+    whole = {"ids": x["ids"], "labels": x["labels"].clamp(0)}
+    for compute in (features, stacked):
+        layers = [First(), Last(compute)]
+        plain = copy.deepcopy(nn.Sequential(*layers))
+        pipe = ps.Pipeline(
+            layers, loss=its_own, balance=[1, 1], micro_batches=3, executor="threads"
+        )
+        if compute is features:
+            with pytest.raises(StageFailed, match=r"values that are not those of single samples"):
+                pipe.train_batch(whole, whole["labels"])
+            continue
+        loss = float(pipe.train_batch(whole, whole["labels"]))
+        assert loss == pytest.approx(float(plain(whole)["loss"].detach()), rel=1e-5)

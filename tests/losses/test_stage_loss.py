@@ -125,3 +125,63 @@ def test_starts_are_cached_by_value_and_dtype_up_to_a_number():
     for number in range(200):
         assert starts.of(float(number), root).item() == number
         assert len(starts._grads) <= 64
+
+
+@pytest.mark.parametrize(
+    "loss", [functional.mse_loss, lambda x, y: (x - y).square().mean()], ids=["torch", "own"]
+)
+@pytest.mark.parametrize("sides", [[], [torch.tensor(2.0), torch.tensor(4.0)]])
+def test_the_reported_loss_is_that_of_the_batch_with_its_side_losses(loss, sides):
+    """Whether the loss is torch's own, which is not checked, or the caller's."""
+    x, y = torch.randn(5, 2), torch.randn(5, 2)
+    stage_loss, batch = StageLoss(loss, CPU), batch_of(x, y)
+    for number in batch.numbers:
+        value = batch.inputs[number].clone().requires_grad_()
+        part = stage_loss.of(batch, number, value, sides)
+        assert part.shape == ()
+        torch.testing.assert_close(part, functional.mse_loss(value, batch.targets[number]))
+    assert batch.loss_weights == [0.6, 0.4]
+    total_loss = sum(batch.losses[n] * batch.loss_factors.get(n, 1) for n in batch.numbers)
+    side = 6.0 if sides else 0.0
+    assert float(total_loss) == pytest.approx(float(functional.mse_loss(x, y)) + side)
+    assert not any(value.requires_grad for value in batch.losses.values())
+
+
+@pytest.mark.parametrize("loss", [functional.mse_loss, lambda x, y: (x - y).square().mean()])
+def test_a_recomputed_micro_batch_is_reported_as_it_was_first(loss):
+    """Its loss has a graph again, and other numbers if something was drawn."""
+    x = torch.ones(4, 2)
+    stage_loss, batch = StageLoss(loss, CPU), batch_of(x, x)
+    for scale, expected in ((3.0, 4.0), (2.0, 1.0)):
+        value = (x[:2] * scale).requires_grad_()
+        part = stage_loss.of(batch, 0, value, [])
+        assert (part.item(), part.requires_grad) == (expected, True)
+    assert float(batch.losses[0]) * batch.loss_factors.get(0, 1) == 2.0
+
+
+def test_a_torch_loss_of_weight_zero_or_of_several_numbers_is_not_taken_as_it_is():
+    """A mean over no token is NaN; a loss without a reduction is no number."""
+    x = torch.randn(4, 3)
+    batch = batch_of(x, torch.tensor([0, 1, -100, -100]))
+    stage_loss = StageLoss(functional.cross_entropy, CPU)
+    losses = [
+        stage_loss.of(batch, number, batch.inputs[number].clone().requires_grad_(), [])
+        for number in batch.numbers
+    ]
+    assert batch.loss_weights == [1.0, 0.0]
+    assert (losses[1].item(), batch.losses[1].item()) == (0.0, 0.0)
+    expected = functional.cross_entropy(x[:2], torch.tensor([0, 1]))
+    torch.testing.assert_close(losses[0].detach(), expected)
+
+    whole = StageLoss(lambda output, target: (output - target).square(), CPU)
+    with pytest.raises(SettingError, match=r"the loss must be one number, .* is \(4, 3\)"):
+        whole.of(batch_of(x, x, 1), 0, x.clone().requires_grad_(), [])
+
+
+def test_targets_of_a_micro_batch_are_its_tensors():
+    """Nested ones in order; none without targets."""
+    y = {"a": torch.arange(4), "b": [torch.ones(4, 2), "text"]}
+    stage_loss = StageLoss(functional.mse_loss, CPU)
+    first, second = stage_loss.targets(batch_of(torch.ones(4), y), 1)
+    assert (first.tolist(), second.shape) == ([2, 3], (2, 2))
+    assert stage_loss.targets(batch_of(torch.ones(4), None), 0) == []

@@ -30,6 +30,12 @@ LOSSES = {
     "cross entropy": (functional.cross_entropy, True),
     "ignoring": (lambda x, y: functional.cross_entropy(x, y, ignore_index=2), True),
     "weighted": (lambda x, y: functional.cross_entropy(x, y, WEIGHT, ignore_index=3), True),
+    "two dimensions": (
+        lambda x, y: functional.cross_entropy(
+            x.reshape(-1, 2, 2, 1), (y % 2)[:, None, None].expand(-1, 2, 1), ignore_index=1
+        ),
+        True,
+    ),
     "summed": (lambda x, y: functional.cross_entropy(x, y, reduction="sum"), True),
     "masked": (lambda x, y: (x.sum(1) * (y != 2)).sum() / (y != 2).sum(), True),
     "selected": (lambda x, y: functional.cross_entropy(*chosen(x, y)), True),

@@ -45,6 +45,18 @@ LOSSES = {
     "squares": lambda x, y: functional.mse_loss(x, x.detach() + 1),
     "huber": lambda x, y: functional.smooth_l1_loss(x, torch.zeros_like(x), reduction="sum"),
     "logits": lambda x, y: functional.binary_cross_entropy_with_logits(x, torch.ones_like(x)),
+    "binary": lambda x, y: functional.binary_cross_entropy(x.sigmoid(), x.detach().sigmoid()),
+    "soft margins": lambda x, y: functional.soft_margin_loss(x, torch.ones_like(x)),
+    "margins": lambda x, y: functional.multi_margin_loss(x, y[: len(x)]),
+    "label margins": lambda x, y: functional.multilabel_margin_loss(x, torch.zeros_like(x).long()),
+    "smooth": lambda x, y: functional.smooth_l1_loss(x, torch.zeros_like(x)),
+    "mean of huber": lambda x, y: functional.huber_loss(x, torch.zeros_like(x)),
+    "two dimensions": lambda x, y: functional.cross_entropy(
+        x.reshape(-1, 2, 2, 1), y[: len(x), None, None].expand(-1, 2, 1) % 2
+    ),
+    "permuted": lambda x, y: x.square().mean(dim=(1, 0), keepdim=True).permute(1, 0).squeeze(),
+    "negative dimension": lambda x, y: x.square().mean(dim=(-1, -2)),
+    "divided twice": lambda x, y: (x.square().sum() / 3).div(torch.tensor(2.0)).double() * 0.5,
     "reshaped": lambda x, y: x.square().mean().reshape(1).squeeze().unsqueeze(0).clone().float(),
 }
 
@@ -75,6 +87,7 @@ def test_a_loss_is_the_sum_of_its_parts_by_their_divisors(name):
             "sum of means",
             "sum by a count",
             "count in front",
+            "divided twice",
         )
     )
 
@@ -85,9 +98,41 @@ def test_terms_of_a_sum_or_difference_are_scaled_together():
     loss = 2 * (x.square().mean() - x.sum() / 4 + 5.0) / 3
     assert [term.divisor for term in terms_of(loss)] == pytest.approx([36.0, 6.0])
     assert [term.summed for term in terms_of(loss)] == [False, True]
-    assert terms_of(0 * x.sum() + x.mean()) == [Term(0.0), Term(24.0)]
+    assert terms_of(0 * x.sum() + x.mean()) == [Term(0.0), Term(24.0, elements=24)]
     assert terms_of(x.sum() / torch.tensor(0.0))[0].divisor == 0.0
     assert terms_of(x.sum() * float("inf"))[0].divisor == 0.0
+
+
+@pytest.mark.parametrize("reduce", [torch.sum, torch.mean, lambda stack: stack.mean(0)])
+def test_numbers_in_a_stack_are_terms_of_their_own(reduce):
+    """As if they were added; constants are none, and a stack of rows is reduced as a whole."""
+    x = outputs().requires_grad_()
+    first, second = x.square().sum(), functional.cross_entropy(x, CLASSES)
+    for numbers in ([first, second], [first, torch.tensor(1.0), second]):
+        count = 1 if reduce is torch.sum else len(numbers)
+        terms = terms_of(-reduce(torch.stack(numbers)) / 4)
+        assert [abs(term.divisor) for term in terms] == pytest.approx([4 * count, 24 * count])
+        assert [term.summed for term in terms] == [True, False]
+    rows = terms_of(reduce(torch.stack([x[0], x[1]]).reshape(-1)))
+    assert [term.elements for term in rows] == [8]
+
+
+@pytest.mark.parametrize(
+    ("loss", "elements"),
+    [
+        (lambda x: x.sum(), 24),
+        (lambda x: x.mean(), 24),
+        (lambda x: x.mean(0).sum(), 4),
+        (lambda x: x.sum(1).mean(0), 6),
+        (lambda x: x.sum((0, 1)) / 3, 24),
+        (lambda x: functional.mse_loss(x, x.detach() + 1), 24),
+        (lambda x: functional.cross_entropy(x[:5], CLASSES[:5]), 20),
+    ],
+)
+def test_a_term_has_the_number_of_elements_that_it_reduces(loss, elements):
+    """Those of the last reduction, which are not divisible by the samples if it is over others."""
+    (term,) = terms_of(loss(outputs().requires_grad_()))
+    assert term.elements == elements
 
 
 def test_a_bare_likelihood_has_its_node_and_a_scaled_one_has_not():
@@ -124,7 +169,7 @@ def test_other_forms_are_unknown_by_the_name_of_their_node():
 
 
 @pytest.mark.parametrize("weight", [None, WEIGHT])
-@pytest.mark.parametrize("ignored", [-100, 2, 0])
+@pytest.mark.parametrize("ignored", [-100, 2, 0, 9])
 def test_classes_are_counted_without_those_that_are_ignored(weight, ignored):
     """A slow reference: one target after the other."""
     targets = [

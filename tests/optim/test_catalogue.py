@@ -257,3 +257,28 @@ def test_a_class_derived_from_torchs_counts_as_torchs(lab):
                 lab.mlp(), lab.line_of("stash", 0, 1, 1, 2), "mine", torch.optim.AdamW, rule=rule
             )
         )
+
+
+@pytest.mark.parametrize(
+    ("allowed", "because", "listed"),
+    [
+        (("Adam",), "", "has no formula for SGD; it goes with Adam (stage 0;"),
+        (("Adam", "AdamW"), "", "has no formula for SGD; it goes with Adam and AdamW (stage 0;"),
+        (("Adam", "AdamW", "RMSprop"), "", "it goes with Adam, AdamW and RMSprop (stage 0;"),
+        (("Adam",), "so it is", "has no formula for SGD: so it is; it goes with Adam (stage 0;"),
+        (("SGD",), "", None),
+        ((), "", None),
+    ],
+)
+def test_the_optimizers_of_a_rule_are_listed_with_its_reason(lab, allowed, because, listed):
+    """A rule without a list goes with all."""
+    rule = lab.rule_called("mine", optimizers=allowed, because=because)
+    site = lab.site_of(
+        lab.mlp(), lab.line_of("stash", 0, 1, 1, 2), "mine", lab.PAIRS["sgd"][0], rule=rule
+    )
+    if listed is None:
+        assert lab.make(site).versions == 1
+        return
+    with pytest.raises(SettingError) as refusal:
+        lab.make(site)
+    assert listed in str(refusal.value)

@@ -123,3 +123,47 @@ def test_one_update_of_rmsprop_ahead_is_the_last_step_again():
         direction.move(moved, 1)
         for weights, parameter in zip(moved, held, strict=True):
             torch.testing.assert_close(weights, parameter.detach())
+
+
+@pytest.mark.parametrize(
+    ("kind", "make"),
+    [
+        (SgdDirection, lambda params: torch.optim.SGD(params, lr=0.5)),
+        (RmspropDirection, lambda params: torch.optim.RMSprop(params, lr=0.5)),
+    ],
+)
+def test_last_gradients_come_back_as_copies_with_gaps(kind, make):
+    """Copies of a stage in one process load the same tensors; a parameter may have had none."""
+
+    def made():
+        parameters = [nn.Parameter(torch.ones(2)) for _ in range(3)]
+        return parameters, make(parameters)
+
+    parameters, optimizer = made()
+    direction = kind(optimizer, parameters)
+    assert direction.state() == {}
+    for number in (0, 2):
+        parameters[number].grad = torch.full((2,), 1.0 + number)
+    direction.remember()
+    optimizer.step()
+    (row,) = direction.state().values()
+    assert [gradient is None for gradient in row] == [False, True, False]
+    expected = [torch.zeros(2) for _ in range(3)]
+    direction.move(expected, 2.0)
+    saved = {key: [None if g is None else g.clone() for g in row] for key in direction.state()}
+    for _ in range(2):
+        others, other_optimizer = made()
+        other_optimizer.load_state_dict(optimizer.state_dict())
+        loaded = kind(other_optimizer, others)
+        loaded.load_state(saved)
+        assert loaded.held_bytes() == direction.held_bytes() or kind is RmspropDirection
+        moved = [torch.zeros(2) for _ in range(3)]
+        loaded.move(moved, 2.0)
+        assert all(map(torch.equal, moved, expected))
+        for gradient in loaded.state().popitem()[1]:
+            if gradient is not None:
+                gradient.fill_(7.0)
+        loaded.load_state({})
+        assert loaded.state() == {}
+    assert moved[0].abs().sum() > 0
+    assert moved[1].tolist() == [0, 0]

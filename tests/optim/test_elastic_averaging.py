@@ -239,3 +239,23 @@ def test_a_step_that_fails_leaves_the_changes_of_the_round_as_they_were(lab):
         weights.update(2)
     weights.drain()
     assert torch.allclose(module.weight.data, start - 0.05 / 2)
+
+
+@pytest.mark.parametrize("batches", [1, 2, 3, 4])
+def test_the_stream_after_a_drain_begins_with_the_first_copy_whichever_was_the_last(lab, batches):
+    """Between them the parameters are the reference, to which the copies have only been pulled."""
+    module = nn.Linear(2, 2, bias=False).double()
+    line = lab.line_of("avgpipe", 0, 1, 1, batches=4, pipelines=3)
+    weights = lab.make(lab.site_of(module, line, "avgpipe", lab.PAIRS["sgd"][0]))
+    for number in range(batches):
+        run_batch(weights, module, number, 1.0 + number)
+        weights.update(number + 1)
+    weights.drain()
+    reference = module.weight.detach().clone()
+    copies = [weights.state()[f"copy{n}"][0].clone() for n in range(3)]
+    for number in (0, 1, 2, 0):
+        weights.before_forward(number)
+        assert torch.equal(module.weight, copies[number])
+    weights.drain()
+    assert torch.equal(module.weight, reference)
+    assert not torch.equal(copies[0], reference)

@@ -8,7 +8,14 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import SGD
-from torch.optim.lr_scheduler import LRScheduler, MultiStepLR, ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import (
+    CyclicLR,
+    ExponentialLR,
+    LRScheduler,
+    MultiStepLR,
+    ReduceLROnPlateau,
+    StepLR,
+)
 
 from penstock.errors import SettingError
 from penstock.optim.schedulers import Schedulers, stand_in
@@ -175,3 +182,126 @@ def test_a_stand_in_is_one_number_where_the_factory_takes_it_and_never_warns(rec
         stand_in(factory(100))
     StepLR(optimizer, 1).step()
     assert not recwarn.list
+
+
+def test_a_resumed_scheduler_keeps_options_that_were_restored_before_it(recwarn):
+    """A new scheduler sets learning rate and momentum to initial values."""
+
+    def cyclic(optimizer):
+        return CyclicLR(optimizer, 0.1, 1.0, step_size_up=2, cycle_momentum=True)
+
+    held = optimizers(1)
+    schedulers = Schedulers(cyclic, held)
+    stepped(schedulers, held, 3)
+    (group,) = held[0].param_groups
+    others = optimizers(1, 1)
+    for other in others:
+        other.param_groups[0].update(lr=group["lr"], momentum=group["momentum"])
+    resumed = Schedulers(cyclic, others, schedulers.as_json(), schedulers.kind)
+    for other in others:
+        for name in ("lr", "momentum"):
+            assert other.param_groups[0][name] == group[name]
+    stepped(schedulers, held, 2)
+    stepped(resumed, others, 2)
+    assert [other.param_groups[0]["lr"] for other in others] == [group["lr"]] * 2
+    fresh = optimizers(1)
+    fresh[0].param_groups[0]["momentum"] = 0.5
+    Schedulers(cyclic, fresh)
+    assert fresh[0].param_groups[0]["momentum"] != 0.5
+
+
+def test_a_saved_state_of_another_class_is_refused_in_its_place():
+    """By its name, or by its entries where the name is not known."""
+    saved = Schedulers(lambda each: StepLR(each, 2), optimizers(1))
+    text = saved.as_json()
+    assert saved.kind == "torch.optim.lr_scheduler.StepLR"
+    for kind, words in ((saved.kind, saved.kind), (None, "another one")):
+        with pytest.raises(SettingError) as refusal:
+            Schedulers(lambda each: ExponentialLR(each, 0.5), optimizers(1), text, kind)
+        assert str(refusal.value) == (
+            "this scheduler is torch.optim.lr_scheduler.ExponentialLR, and the checkpoint that was "
+            f"loaded has the state of {words} in its place. Make the same schedulers in the same "
+            "order; to begin them anew, load it with skip='schedulers'"
+        )
+    for kind in (saved.kind, "StepLR", "x.StepLR", None):
+        state = json.loads(text)
+        fits = saved.fits(kind, state)
+        assert fits is (kind in (saved.kind, None))
+    assert not saved.fits(None, {"last_epoch": 1})
+    assert saved.fits(None, json.loads(text) | {"_private": 1})
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            StepLR(SGD([nn.Parameter(torch.ones(1))], lr=1.0), 2),
+            r"such as lambda optimizer: StepLR\(optimizer, \.\.\.\), since .* this is a StepLR itself$",
+        ),
+        (
+            lambda each: None,
+            r"such as lambda .*: StepLR\(optimizer, 10\); this one returned NoneType$",
+        ),
+        (lambda each: StepLR, r"this one returned type$"),
+        (
+            lambda each, other=SGD([nn.Parameter(torch.ones(1))], lr=1.0): StepLR(other, 2),
+            r"got a StepLR of another one: it ignores its argument\. Write lambda optimizer: StepLR",
+        ),
+    ],
+)
+def test_what_makes_no_scheduler_of_its_optimizer_is_refused_with_what_to_write(make, message):
+    """A scheduler itself, nothing, a class, and a scheduler of an optimizer that is at hand."""
+    with pytest.raises(SettingError, match=message):
+        Schedulers(make, optimizers(1, 1))
+
+
+def test_arguments_of_a_step_reach_all_schedulers():
+    """A metric, or the number of an epoch."""
+    held = optimizers(1, 1)
+    plateau = Schedulers(lambda each: ReduceLROnPlateau(each, patience=0, factor=0.5), held)
+    for metric in (1.0, 2.0, 3.0):
+        plateau.step(metrics=metric)
+    assert [optimizer.param_groups[0]["lr"] for optimizer in held] == [0.25, 0.25]
+    assert plateau.state_dict()["best"] == 1.0
+
+
+def test_schedulers_do_not_share_a_learning_rate_that_is_a_tensor():
+    """Each would change it for all stages."""
+    rate = torch.tensor(1.0)
+    held = [SGD([nn.Parameter(torch.ones(1))], lr=rate) for _ in range(3)]
+    schedulers = Schedulers(lambda each: StepLR(each, 1, gamma=0.5), held)
+    stepped(schedulers, held, 2)
+    assert [float(optimizer.param_groups[0]["lr"]) for optimizer in held] == [0.25] * 3
+
+
+def test_tensors_in_a_state_become_numbers_and_lists():
+    """At any depth; other values stay."""
+
+    class Deep(LRScheduler):
+        def get_lr(self):
+            return [group["lr"] for group in self.optimizer.param_groups]
+
+        def state_dict(self):
+            return {
+                "one": torch.tensor([2.5]),
+                "row": (torch.tensor([1, 2]), "text", None),
+                "map": {"x": [torch.tensor(True)]},
+            }
+
+    state = json.loads(Schedulers(Deep, optimizers(1)).as_json())
+    assert state == {"one": 2.5, "row": [[1, 2], "text", None], "map": {"x": [True]}}
+
+
+def test_a_factory_that_refuses_its_optimizer_is_reported_and_not_tried_again():
+    """The message on a wrong result is that of any stage."""
+    calls = []
+
+    def factory(parameters):
+        calls.append(parameters)
+        return "no optimizer"
+
+    with pytest.raises(SettingError, match="this one returned str"):
+        stand_in(factory)
+    assert len(calls) == 1
+    optimizer = stand_in(lambda params: SGD([p for p in params if p.ndim > 1], lr=0.25))
+    assert [p.ndim for p in optimizer.param_groups[0]["params"]] == [2, 3, 4]

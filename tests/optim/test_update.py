@@ -297,6 +297,27 @@ def test_a_factory_that_returns_the_same_optimizer_twice_is_refused():
         update.new_optimizer()
 
 
+def test_an_optimizer_that_was_returned_for_an_earlier_copy_is_refused():
+    """Whichever of them: a factory may take turns between prepared ones."""
+    held = parameters(1)
+    prepared = [sgd(held), sgd(held)]
+    results = [*prepared, prepared[1], prepared[0]]
+    update = Update.make(held, lambda _: results.pop(0))
+    assert update.new_optimizer() is prepared[1]
+    for _ in range(2):
+        with pytest.raises(SettingError, match="returned the same optimizer twice"):
+            update.new_optimizer()
+
+
+def test_complex_parameters_are_trained_and_whole_numbers_are_none():
+    """Of a stage, and of those that another stage steps."""
+    turn = nn.Parameter(torch.ones(1, dtype=torch.complex64))
+    whole = nn.Parameter(torch.ones(1, dtype=torch.int64), requires_grad=False)
+    lent = nn.Parameter(torch.ones(1, dtype=torch.complex64))
+    update = Update.make([turn, whole, lent], sgd, borrowed=[lent, whole])
+    assert (update.candidates, update.borrowed_candidates) == ([turn], [lent])
+
+
 def test_a_skipped_step_counts_and_its_gradients_are_dropped_by_the_next_batch():
     """Steps are compared between ranks; without a factory the user keeps the gradients."""
     for factory in (sgd, None):

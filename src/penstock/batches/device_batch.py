@@ -119,6 +119,13 @@ def micro_batch_inputs(batch: Batch, number: int, device: torch.device) -> Any:
     return map_tensors(lambda leaf: leaf.to(device), batch.inputs[number])
 
 
+def whole_inputs(batch: Batch, device: torch.device) -> Any:
+    """Return the inputs of the whole batch on a device."""
+    if device.type != "cpu":
+        return device_batch(batch, device).whole(INPUTS)
+    return map_tensors(lambda leaf: leaf.to(device), batch.whole[INPUTS])
+
+
 def copy_to(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy a tensor to a device; the host waits for no work of that device.
 

@@ -241,7 +241,7 @@ def check_scaler(index: Checkpoint, scaler: bool, findings: Findings) -> None:
     if index.scaler is not None:
         scale = index.scaler.get("scale", 0.0)
         if not scale > 0 or not {"steps", "skipped"} <= index.scaler.keys():
-            findings.add(f"the state of its loss scaler is damaged: {index.scaler}")
+            findings.add("the state of its loss scaler is damaged: {}", str(index.scaler))
 
 
 def average_tensors(placed: Placed, options: CheckpointOptions) -> dict[str, Tensor]:

@@ -239,9 +239,11 @@ def _save_huggingface(tensors: Mapping[str, Tensor], folder: Path) -> list[Path]
     shards: list[dict[str, Tensor]] = [{}]
     room, visited = SHARD_BYTES, set()
     for name, tensor in tensors.items():
-        if tensor.numel() and tensor.data_ptr() in visited:
+        # Views of one memory may begin at the same address and still be different tensors.
+        identity = tensor.data_ptr(), tensor.shape, tensor.dtype
+        if tensor.numel() and identity in visited:
             continue
-        visited.add(tensor.data_ptr())
+        visited.add(identity)
         if tensor.nbytes > room and shards[-1]:
             shards.append({})
             room = SHARD_BYTES
@@ -272,12 +274,17 @@ def _save_dcp(tensors: Mapping[str, Tensor], folder: Path) -> list[Path]:
 
 
 def _without_sharing(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors that share no memory, as safetensors requires: tied weights are copied."""
-    visited: set[int] = set()
+    """Return tensors whose memory does not overlap, as safetensors requires: those that share memory
+    with an earlier one, such as tied weights, are copied.
+    """
+    spans: dict[int, list[tuple[int, int]]] = {}
     separate: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        separate[name] = tensor.clone() if tensor.data_ptr() in visited else tensor
-        visited.add(tensor.data_ptr())
+        first, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+        spans_of_storage = spans.setdefault(tensor.untyped_storage().data_ptr(), [])
+        is_shared = any(first < other_end and start < end for start, other_end in spans_of_storage)
+        separate[name] = tensor.clone() if is_shared else tensor
+        spans_of_storage.append((first, end))
     return separate
 
 

@@ -30,6 +30,8 @@ _PIECEWISE = frozenset(
         "ClampMax",
         "ClampMin",
         "Elu",
+        "Fmax",
+        "Fmin",
         "Gelu",
         "Hardshrink",
         "Hardsigmoid",
@@ -190,9 +192,9 @@ def _is_first(node: Any, dim: int) -> bool:
 
 
 def _function(node: Any) -> str:
-    """Return a node's name without `Backward0`."""
+    """Return a node's name without `Backward0`, and without `Kernel` (`PreluKernelBackward0`)."""
     name: str = node.name()
-    return name.rstrip("0123456789").removesuffix("Backward")
+    return name.rstrip("0123456789").removesuffix("Backward").removesuffix("Kernel")
 
 
 def _size(node: Any) -> int:

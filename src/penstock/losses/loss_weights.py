@@ -344,6 +344,9 @@ class LossWeights:
             terms = terms_of(leaf)
             if any(term.leaf is not None for term in terms):
                 raise UnknownForm("no graph")
+            samples, _ = view.extents(view.number)
+            if any((term.elements or 0) % samples for term in terms):
+                raise UnknownForm("a sum or mean over values that are not those of single samples")
             self._model_sums = all(term.summed for term in terms)
             if not self._model_sums:
                 view.batch.loss_counts = {

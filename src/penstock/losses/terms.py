@@ -41,6 +41,7 @@ _SAME_VALUE = frozenset(
     }
 )
 _SUMS = frozenset({"SumBackward0", "SumBackward1"})
+_MEANS = frozenset({"MeanBackward0", "MeanBackward1"})
 #: Negative log-likelihoods of class indices.
 _NLL = frozenset({"NllLossBackward0", "NllLoss2DBackward0"})
 #: Losses of torch that are a mean or a sum over the elements of their input.
@@ -74,12 +75,14 @@ class Term:
         node: the node of a negative log-likelihood, if the term is nothing else.
         leaf: the leaf of the graph, if the term is that tensor times 1 / `divisor`.
         summed: whether the term is a sum that is divided by constants only.
+        elements: number of elements that the term reduces; None if it reduces none.
     """
 
     divisor: float
     node: Any = None
     leaf: Tensor | None = None
     summed: bool = False
+    elements: int | None = None
 
 
 def terms_of(loss: Tensor) -> list[Term]:
@@ -102,14 +105,38 @@ def _terms(node: Any, factor: float) -> list[Term]:
     if name in ("AddBackward0", "SubBackward0"):
         parts = [child for child, _ in node.next_functions if child is not None]
         return [term for part in parts for term in _terms(part, factor)]
+    stacked = _stacked(node, name)
+    if stacked:
+        count = 1 if name in _SUMS else _elements(node)
+        return [term for part in stacked for term in _terms(part, factor / count)]
     if not math.isfinite(factor) or factor == 0.0:
         # Divided by 0, or multiplied by 0: no micro-batch counts in this term.
         return [Term(0.0)]
     if name.endswith("AccumulateGrad"):
         return [Term(1 / factor, leaf=node.variable)]
     divisor = _divisor(node, name)
-    bare = factor == 1.0 and name in _NLL
-    return [Term(divisor / factor, node if bare else None, summed=_is_sum(node, name))]
+    bare = node if factor == 1.0 and name in _NLL else None
+    return [Term(divisor / factor, bare, None, _is_sum(node, name), _elements(node))]
+
+
+def _stacked(node: Any, name: str) -> list[Any]:
+    """Return the nodes of the numbers of which a node is the sum or mean, such as
+    `torch.stack([first_loss, second_loss]).mean()`; none if it reduces something else.
+    """
+    if name not in _SUMS | _MEANS:
+        return []
+    inputs = [source for source, _ in node.next_functions if source is not None]
+    if len(inputs) != 1 or inputs[0].name() != "StackBackward0":
+        return []
+    if len(inputs[0]._input_metadata[0].shape) > 1:
+        return []
+    return [part for part, _ in inputs[0].next_functions if part is not None]
+
+
+def _elements(node: Any) -> int:
+    """Return the number of elements that a reduction acts on."""
+    sizes = getattr(node, "_saved_self_sym_sizes", None)
+    return int(node._saved_self.numel()) if sizes is None else math.prod(sizes)
 
 
 def _unscaled(node: Any, factor: float) -> tuple[Any, float]:

@@ -8,15 +8,16 @@ micro-batches are known before their forwards.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from penstock.batches.batch import Batch
-from penstock.batches.device_batch import micro_batch_inputs
-from penstock.losses.terms import MEAN, SUM, UnknownForm, class_count
+from penstock.batches.device_batch import micro_batch_inputs, whole_inputs
+from penstock.losses.terms import MEAN, SUM, UnknownForm, class_count, same
+from penstock.tracing.capture import Form
 from penstock.tracing.ops import op_name
 from penstock.tracing.traced_layer import StageInputs, TracedLayer
 from penstock.tracing.variants import Variant
@@ -70,6 +71,19 @@ _SHAPE_ALONE = frozenset(
 )
 
 
+@dataclass(frozen=True)
+class Count:
+    """What a micro-batch, or the batch, counts in one term of a loss.
+
+    Attributes:
+        value: the count; None for a sum.
+        elements: number of elements that the term reduces; None if it is not known before.
+    """
+
+    value: float | None
+    elements: int | None = None
+
+
 @dataclass
 class ModelLoss:
     """The last layer of a traced model, which computes the loss.
@@ -98,28 +112,58 @@ class ModelLoss:
         Raises:
             UnknownForm: the loss is not a sum divided by a number, or samples interact in it.
         """
-        rows = []
-        for number, share in zip(batch.numbers, batch.shares, strict=True):
-            value = micro_batch_inputs(batch, number, self.device)
-            inputs = StageInputs(self.layer.variants, value, self.device)
-            rows.append(self._terms(inputs, share, place))
-        if any(len(row) != len(rows[0]) for row in rows):
+        rows = [
+            self._terms(micro_batch_inputs(batch, number, self.device), share, place)
+            for number, share in zip(batch.numbers, batch.shares, strict=True)
+        ]
+        # Not the sum of the counts of micro-batches: `count + 1` or `count.clamp(min=1)` of the
+        # batch is less than that.
+        whole = self._terms(whole_inputs(batch, self.device), 1.0, place)
+        if any(len(row) != len(whole) for row in rows):
             raise UnknownForm("terms that come and go")
-        return [_column(counts, batch.shares) for counts in zip(*rows, strict=True)]
+        columns = zip(*rows, strict=True)
+        return [
+            _column(counts, total, batch.shares)
+            for counts, total in zip(columns, whole, strict=True)
+        ]
 
-    def _terms(self, inputs: StageInputs, share: float, place: int) -> list[float | None]:
-        """Return the count of a micro-batch in each term; None for a sum."""
+    def _terms(self, value: Any, share: float, place: int) -> list[Count]:
+        """Return the count of a micro-batch, or of the batch, in each term.
+
+        Args:
+            value: its inputs.
+            share: its share of the samples.
+            place: see `weights`.
+        """
+        inputs = StageInputs(self.layer.variants, value, self.device)
         variant = inputs.variant(self.layer.training)
-        reading = _Reading(inputs, variant, self.layer, share)
+        reading = _Reading(inputs, variant, self.layer, share, Form.of(value).tensors)
         return reading.terms(_output(variant, place))
 
 
-def _column(counts: Sequence[float | None], shares: list[float]) -> list[float]:
-    """Return the weights of the micro-batches in one term; see `_terms` for `counts`."""
-    if all(count is None for count in counts):
+def _column(counts: Sequence[Count], whole: Count, shares: list[float]) -> list[float]:
+    """Return the weights of the micro-batches in one term.
+
+    Args:
+        counts: by micro-batch, its count.
+        whole: the count of the batch.
+        shares: by micro-batch, its share of the samples.
+
+    Raises:
+        UnknownForm: the term is a sum for some of them and a mean for others, or it does not reduce
+            values of single samples.
+    """
+    if any((count.value is None) != (whole.value is None) for count in counts):
+        raise UnknownForm("terms that come and go")
+    for count, share in zip(counts, shares, strict=True):
+        if count.elements is None or not whole.elements:
+            continue
+        # Such as the mean of several means, or of a matrix of pairs of samples.
+        if not same(count.elements / whole.elements, share):
+            raise UnknownForm("a sum or mean over values that are not those of single samples")
+    if whole.value is None:
         return [1.0] * len(counts)
-    total = sum(count or 0.0 for count in counts)
-    return [(count or 0.0) / total for count in counts] if total else shares
+    return [(count.value or 0.0) / whole.value for count in counts] if whole.value else shares
 
 
 def _output(variant: Variant, place: int) -> fx.Node:
@@ -136,83 +180,110 @@ def _output(variant: Variant, place: int) -> fx.Node:
 
 @dataclass
 class _Reading:
-    """Reads one graph with the inputs of one micro-batch.
+    """Reads one graph with the inputs of one micro-batch, or of the batch.
 
     Attributes:
         inputs: the inputs of the stage.
         variant: the graph.
         layer: the layer that it belongs to.
-        share: the micro-batch's share of the samples.
+        share: the share of these inputs in the samples of the batch.
+        tensors: the tensors among these inputs.
     """
 
     inputs: StageInputs
     variant: Variant
     layer: TracedLayer
     share: float
+    tensors: Sequence[Tensor]
 
-    def terms(self, node: fx.Node) -> list[float | None]:
-        """Return the count of the micro-batch in each term of a node; None for a sum."""
+    def terms(self, node: fx.Node) -> list[Count]:
+        """Return the count of these inputs in each term of a node."""
         name = op_name(node)
-        if name in _SAME_VALUE:
+        if name in _SAME_VALUE or (name in ("mean", "sum") and _is_number(node.args[0])):
             return self.terms(_node(node.args[0]))
+        if name in ("mean", "sum") and _stacked(node.args[0]):
+            return [term for part in _stacked(node.args[0]) for term in self._parts(part)]
         if name in ("div", "true_divide", "mul"):
             return self._product(node, times=name == "mul")
         if name in ("add", "sub", "add_", "sub_"):
             return self._sum(node)
         return [self._reduction(node, name)]
 
-    def _product(self, node: fx.Node, *, times: bool) -> list[float | None]:
+    def _product(self, node: fx.Node, *, times: bool) -> list[Count]:
         """Return the terms of a product or quotient of terms with a number."""
+        if node.kwargs.get("rounding_mode") is not None:
+            raise UnknownForm("a quotient that is rounded")
         first, second = node.args[0], node.args[1]
         if times and (not isinstance(first, fx.Node) or self._is_computable(first)):
             first, second = second, first
         return self._scale_terms(self.terms(_node(first)), second, times)
 
-    def _sum(self, node: fx.Node) -> list[float | None]:
+    def _sum(self, node: fx.Node) -> list[Count]:
         """Return the terms of both operands; a value that depends on no output is a constant."""
-        terms: list[float | None] = []
-        for part in node.args[:2]:
-            if isinstance(part, fx.Node) and not self._is_computable(part):
-                terms += self.terms(part)
-        return terms
+        return [term for part in node.args[:2] for term in self._parts(part)]
 
-    def _reduction(self, node: fx.Node, name: str) -> float | None:
-        """Return the count of the micro-batch in a reduction to one number; None for a sum."""
+    def _parts(self, operand: Any) -> list[Count]:
+        """Return the terms of an operand of a sum; none of a constant."""
+        if not isinstance(operand, fx.Node) or self._is_computable(operand):
+            return []
+        return self.terms(operand)
+
+    def _reduction(self, node: fx.Node, name: str) -> Count:
+        """Return the count of these inputs in a reduction to one number.
+
+        Raises:
+            UnknownForm: it is no reduction, or its count is not known before.
+        """
         if name in _NLL:
             return self._nll(node)
-        if name in _ELEMENTWISE:
-            return self.share if _argument(node, "reduction", MEAN) == MEAN else None
         if name == "ctc_loss":
             return self._ctc(node)
-        if name == "mean":
-            return self.share
-        if name == "sum":
+        if name in _ELEMENTWISE:
+            is_mean = _argument(node, "reduction", MEAN) == MEAN
+        elif name in ("mean", "sum"):
+            is_mean = name == "mean"
+        else:
+            raise UnknownForm(name)
+        elements = self._elements(_node(node.args[0]))
+        if is_mean and elements is None:
+            raise UnknownForm("a mean over elements that are chosen by their contents")
+        return Count(self.share if is_mean else None, elements)
+
+    def _elements(self, node: fx.Node) -> int | None:
+        """Return the number of elements of a value; None if it depends on contents of the inputs."""
+        value = node.meta.get("val")
+        if not isinstance(value, Tensor):
             return None
-        raise UnknownForm(name)
+        return self.variant.captured.domain.elements(value, self.tensors)
 
     def _is_computable(self, node: fx.Node) -> bool:
         """Whether a value depends on inputs and constants alone."""
         flow = self.variant.flow
         return node in flow.recomputed or node in flow.constants
 
-    def _scale_terms(self, terms: list[float | None], by: Any, times: bool) -> list[float | None]:
+    def _scale_terms(self, terms: list[Count], by: Any, times: bool) -> list[Count]:
         """Return terms multiplied or divided by a value."""
-        if not isinstance(by, fx.Node):
-            return terms  # a number, the same for all micro-batches
-        if not self._is_computable(by):
-            raise UnknownForm("a factor that depends on outputs")
-        (value,) = self.inputs.recompute(self.layer.training, [by])
+        value = by
+        if isinstance(by, fx.Node):
+            if not self._is_computable(by):
+                raise UnknownForm("a factor that depends on outputs")
+            (value,) = self.inputs.recompute(self.layer.training, [by])
+        # A constant of one graph, such as `len(labels)`, may be another one in that of others.
         number = float(value)
         # A factor of 1 / n stands for a count of n.
         if times and number:
             number = 1 / number
-        return [number if term is None else term * number for term in terms]
+        return [
+            replace(term, value=number if term.value is None else term.value * number)
+            for term in terms
+        ]
 
-    def _nll(self, node: fx.Node) -> float | None:
-        """Return the count in a negative log-likelihood or cross-entropy; None for a sum."""
+    def _nll(self, node: fx.Node) -> Count:
+        """Return the count in a negative log-likelihood or cross-entropy."""
         reduction = _argument(node, "reduction", MEAN)
+        elements = self._elements(_node(node.args[0]))
         if reduction == SUM:
-            return None
+            return Count(None, elements)
         if reduction != MEAN:
             raise UnknownForm("a loss that is not reduced")
         target = _node(node.args[1])
@@ -223,17 +294,18 @@ class _Reading:
             raise UnknownForm("classes that are the numbers of the samples")
         (value,) = self.inputs.recompute(self.layer.training, [target])
         if value.is_floating_point():
-            return self.share
-        return class_count(value, self._weight(node), int(_argument(node, "ignore_index", -100)))
+            return Count(self.share, elements)
+        ignored = int(_argument(node, "ignore_index", -100))
+        return Count(class_count(value, self._weight(node), ignored), elements)
 
-    def _ctc(self, node: fx.Node) -> float | None:
+    def _ctc(self, node: fx.Node) -> Count:
         """Return the count in a CTC loss: a mean over samples, or a sum."""
         reduction = node.args[_CTC_REDUCTION]
         if reduction in ("sum", SUM):
-            return None
+            return Count(None)
         if reduction not in ("mean", MEAN):
             raise UnknownForm("a loss that is not reduced")
-        return self.share
+        return Count(self.share)
 
     def _weight(self, node: fx.Node) -> Tensor | None:
         """Return the class weights of a loss; None without any."""
@@ -246,6 +318,19 @@ class _Reading:
         if weight not in self.variant.flow.weights:
             raise UnknownForm("class weights that the model computes")
         return self.layer.weight(self.variant.flow.weights[weight])
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a value is a tensor without dimensions."""
+    tensor = value.meta.get("val") if isinstance(value, fx.Node) else None
+    return isinstance(tensor, Tensor) and not tensor.dim()
+
+
+def _stacked(value: Any) -> list[Any]:
+    """Return the numbers of a stack, `torch.stack([first_loss, second_loss])`; none of others."""
+    is_stack = isinstance(value, fx.Node) and op_name(value) == "stack"
+    parts = list(value.args[0]) if is_stack else []
+    return parts if all(map(_is_number, parts)) else []
 
 
 def _node(value: Any) -> fx.Node:

@@ -182,7 +182,8 @@ def _fitting_state(state: Mapping[str, Any], present: Mapping[str, Any]) -> dict
 def _check_schedulers(schedulers: Sequence[Any], optimizers: Sequence[Optimizer]) -> None:
     for scheduler in schedulers:
         methods = (getattr(scheduler, "step", None), getattr(scheduler, "state_dict", None))
-        if not all(map(callable, methods)):
+        # A class, of a function that forgets the call, has these methods too.
+        if isinstance(scheduler, type) or not all(map(callable, methods)):
             raise SettingError(
                 "scheduler() takes a function from an optimizer to one of "
                 "torch.optim.lr_scheduler, such as lambda optimizer: StepLR(optimizer, 10); this "

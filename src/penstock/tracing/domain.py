@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -55,6 +56,21 @@ class Domain:
         # Compared with True, since sympy has a true of its own.
         results = (condition.xreplace(values) for condition in self.conditions)
         return all(result == True for result in results)  # noqa: E712
+
+    def elements(self, value: Tensor, tensors: Sequence[Tensor]) -> int | None:
+        """Return how many elements a value of the graph has for inputs of these shapes.
+
+        Args:
+            value: the value as it was traced.
+            tensors: the inputs.
+
+        Returns:
+            None if the number depends on the contents of the inputs.
+        """
+        count: Any = math.prod(map(_expression, value.shape))
+        if not isinstance(count, int):
+            count = count.xreplace(self._values_of_symbols(tensors) or {})
+        return int(count) if isinstance(count, int) or count.is_Integer else None
 
     def _values_of_symbols(self, tensors: Sequence[Tensor]) -> dict[Any, int] | None:
         """Return the value of each symbol; None if the shapes contradict `sizes`."""
