@@ -97,6 +97,6 @@ def test_the_largest_part_is_a_whole_number_where_the_batch_is(batch, count, lar
 def test_a_model_of_no_stage_has_no_seconds(profile):
     """There is no first stage then whose input gradient is left out."""
     assert parts_of([]) == []
-    assert stage_seconds(profile, [], 3) == dict.fromkeys(PHASES, [])
+    assert stage_seconds(profile, [], 3) == {phase: [] for phase in PHASES}
     assert update_seconds(profile, []) == []
     assert prefix_seconds(profile, 3)[:, 0].tolist() == [0.0] * len(PHASES)
