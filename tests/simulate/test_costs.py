@@ -65,6 +65,8 @@ def test_a_list_of_another_length_is_refused():
     """Both numbers are in the message: has and needs."""
     with pytest.raises(SettingError, match="costs: update has 2 entries, the schedule needs 3"):
         Costs(update=[1, 2]).spread("update", 3)
+    with pytest.raises(SettingError, match="costs: update has 4 entries, the schedule needs 3"):
+        Costs(update=[1, 2, 3, 4]).spread("update", 3)
 
 
 def test_numbers_may_stand_per_micro_batch_as_a_list_an_array_or_a_function():
@@ -246,3 +248,11 @@ def test_the_bytes_of_ranks_are_rows_of_three():
     for row in ([1, 2], [1, 2, 3, 4]):
         with pytest.raises(SettingError, match="bytes_of_ranks has rows of other than 3 numbers"):
             Costs(weight_bytes=9.0, bytes_of_ranks=[[1, 2, 3], row])
+
+
+def test_a_bandwidth_without_bytes_is_refused_also_beside_a_latency():
+    """A latency alone is what a message takes that has no bytes."""
+    with pytest.raises(SettingError, match="bandwidth has no effect without boundary_bytes"):
+        Costs(bandwidth=4.0, latency=1.0)
+    line = simulate_schedule(schedule("gpipe", 2, 1), Costs(latency=0.5))
+    assert line.makespan == 2 * 3 + 2 * 0.5

@@ -86,6 +86,8 @@ def test_either_kind_of_bytes_alone_is_counted():
     """A user who knows only the weights gets their sum."""
     case_schedule = schedule("gpipe", 2, 2)
     assert peak_memory(case_schedule, Costs(weight_bytes=7)) == (7, 7)
+    assert simulate_schedule(case_schedule, Costs(weight_bytes=7)).peak_memory == (7, 7)
+    assert simulate_schedule(case_schedule, Costs(activation_bytes=3)).peak_memory == (6, 6)
     assert peak_memory(case_schedule, Costs(activation_bytes=3)) == (6, 6)
     assert peak_memory(case_schedule, Costs(activation_bytes=3), "always") == (3, 3)
 
@@ -168,6 +170,8 @@ def test_bytes_of_ranks_stand_in_place_of_those_of_stages_and_are_one_row_per_ra
     message = "bytes_of_ranks has 2 rows for the 3 ranks of 1f1b; give one row per rank"
     with pytest.raises(SettingError, match=message):
         peak_memory(schedule("1f1b", 3, 3), replace(costs, weight_bytes=100))
+    with pytest.raises(SettingError, match="bytes_of_ranks has 2 rows for the 1 ranks of 1f1b"):
+        peak_memory(schedule("1f1b", 1, 3), replace(costs, weight_bytes=100))
     with pytest.raises(SettingError, match="bytes_of_ranks has rows of other than 3 numbers"):
         Costs(weight_bytes=1.0, bytes_of_ranks=((1, 2), (3, 4)))
 
@@ -260,3 +264,27 @@ def test_a_part_of_nothing_left_is_allowed_and_one_byte_more_is_refused():
     message = "optimizer_bytes of stage 0 add up to more than its 8 weight_bytes"
     with pytest.raises(SettingError, match=message):
         peak_memory(case_schedule, replace(costs, optimizer_bytes=[4, 5]))
+
+
+@pytest.mark.parametrize("pair", ["0F1&0B0", "0B0&0F1"])
+def test_both_ops_of_a_pair_change_memory_at_one_moment(pair):
+    """At its end 5 bytes begin to be sent, while 10 of activations and 5 of the received gradient
+    are released; at its start 10 are added to 10. So the peak is that between both.
+    """
+    case_schedule = Schedule.parse(f"0F0 {pair} 0B1 0U1\n1F0 1B0 1F1 1B1 1U1")
+    costs = Costs(transfer=1.0, activation_bytes=10, boundary_bytes=5)
+    timeline = simulate_schedule(case_schedule, costs)
+    assert timeline.peak_memory[0] == 10 + 10 + 5
+    assert timeline.memory_holders[0]["boundary"] == 5
+    (start, end), *_ = [(e.start, e.end) for e in timeline.compute if str(e.op) == "0F1"]
+    curve = dict(zip(timeline.memory[0].seconds, timeline.memory[0].bytes, strict=True))
+    assert (curve[start], curve[end]) == (25, 15)
+
+
+def test_a_value_that_is_used_in_the_second_of_its_arrival_takes_no_memory():
+    """On free links an activation waits for nothing; a gradient is there until its B has ended."""
+    costs = Costs(activation_bytes=1, boundary_bytes=5)
+    timeline = simulate_schedule(schedule("gpipe", 2, 1), costs)
+    assert timeline.peak_memory == (1 + 5, 1)
+    late = simulate_schedule(schedule("gpipe", 2, 1), replace(costs, transfer=0.5))
+    assert late.peak_memory == (1 + 5, 5)

@@ -53,6 +53,7 @@ def test_hops_slow_it_down_by_a_round_trip_shared_among_those_in_flight(stages, 
         schedule("pipedream", stages, 1), Costs(forward=1, backward=2, transfer=hop)
     )
     assert steady_state.seconds_per_batch == pytest.approx(expected, rel=1e-12)
+    assert steady_state.bubble_ratio == pytest.approx(1 - 3 / expected)
 
 
 def test_more_forwards_ahead_hide_hops():
@@ -83,6 +84,11 @@ def test_a_synchronous_schedule_takes_its_makespan():
         1,
     )
     assert steady_state.timeline.events == timeline.events
+    sending = Costs(forward=1, backward=2, transfer=0.5)
+    for overlap in (True, False):
+        timeline = simulate_schedule(case_schedule, sending, overlap=overlap, recompute="always")
+        steady_state = steady(case_schedule, sending, "always", overlap=overlap)
+        assert steady_state.seconds_per_batch == timeline.makespan
 
 
 def test_two_virtual_workers_do_two_batches_at_once():

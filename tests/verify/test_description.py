@@ -39,7 +39,9 @@ def test_missing_updates_of_other_copies_are_a_line():
     """Schedules with waves alone have them."""
     waves, plain = (ps.verify(ps.schedule(name, 2, 2)) for name in ("hetpipe", "pipedream"))
     assert sum("staleness to replicas" in line for line in figures(waves)) == 1
-    assert not any("staleness to replicas" in line for line in figures(plain))
+    alone = replace(waves, staleness_across=(0, 0))
+    for report in (plain, alone):
+        assert not any("staleness to replicas" in line for line in figures(report))
 
 
 def test_each_figure_stands_in_its_own_place():
@@ -64,3 +66,7 @@ def test_each_figure_stands_in_its_own_place():
         "  peak in flight per stage  11 12 13, per rank 21 22",
         "  channel depth             31 (messages a blocking channel must buffer)",
     ]
+    assert repr(report) == (
+        "<Report: mine is sound, 3 stages on 2 ranks, at most 22 micro-batches in flight on a "
+        "rank, weight rule stash>"
+    )

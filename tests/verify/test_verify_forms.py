@@ -329,3 +329,66 @@ def test_two_slices_of_a_sequence_exchanged_anywhere_are_refused(
     )
     findings, _ = refused(replace(family_schedule, programs=programs))
     assert {rule for rule, *_ in findings} == {"no cycle"}
+
+
+@pytest.mark.parametrize("slices", [5, 9, 12])
+def test_shares_that_add_up_to_the_limit_are_within_it(slices):
+    """Nine ninths are more than 1 as floats; a share above it is refused."""
+    count = 4 * slices
+    ops = [Op(kind, 0, number) for kind in (Kind.F, Kind.B) for number in range(count)]
+    programs = ((*ops, Op(Kind.U, 0, 1)),)
+    sliced = Schedule(programs, slicing=Slicing.even("samples", slices, 4))
+    assert verify(sliced, 4).peak_on_rank == (4,)
+    findings, message = refused(sliced, 3)
+    assert findings == [("in flight", f"0F{3 * slices}", 0)]
+    assert "rank 0 holds 4 micro-batches in flight, over the limit of 3" in message
+
+
+def test_an_op_of_two_pairs_is_refused_whatever_other_pairs_there_are():
+    """Pairs of other ops may come between both in any order of them."""
+    schedule = Schedule.parse("0F0 0F1&0B0&0F2 0B1&0F3 0B2 0B3 0U1")
+    findings, message = refused(schedule)
+    assert findings == [("pair", "0F1", None)]
+    assert "0F1&0B0: an op of compute runs with one other, no more" in message
+
+
+def test_activations_that_two_other_ranks_exchange_are_refused():
+    """One of the two must be the rank of the forward."""
+    findings, message = refused(Schedule.parse("0F0 0B0 0U1\n0E0 0L0\n0E0 0L0"))
+    assert findings == [("evict and load", "0E0", 1), ("evict and load", "0L0", 1)]
+    assert "0E0 is on ranks 1, 2: it must be on two, that of 0F0 (0) and a partner" in message
+
+
+@pytest.mark.parametrize("kind", ["E", "L"])
+def test_a_move_that_occurs_twice_on_a_rank_is_refused(kind):
+    """Each activation leaves once and comes back once."""
+    text = "0F0 0E0 0L0 0B0 0U1\n0E0 0L0".replace(f"0{kind}0", f"0{kind}0 0{kind}0", 1)
+    findings, message = refused(Schedule.parse(text))
+    assert findings == [("evict and load", f"0{kind}0", 0)]
+    assert f"0{kind}0 occurs twice on rank 0" in message
+
+
+def test_slices_of_a_sequence_are_no_pair():
+    """The second needs the first; slices of samples do not."""
+    schedule = Schedule.parse("0F0&0F1 0B1 0B0 0U1")
+    verify(replace(schedule, slicing=Slicing.even("samples", 2, 1)))
+    findings, message = refused(replace(schedule, slicing=Slicing.even("tokens", 2, 1)))
+    assert findings == [("pair", "0F1", None)]
+    assert "0F0&0F1 cannot run as one: 0F1 needs 0F0" in message
+
+
+def test_a_rank_that_waits_for_several_ranks_has_a_finding_for_each():
+    """Rank 0 updates stage 0 first, the two other copies stage 1."""
+    rows = ["0F0 1F0 1B0 0B0 0U1 1U1", "0F1 1F1 1B1 0B1 1U1 0U1", "0F2 1F2 1B2 0B2 1U1 0U1"]
+    findings, message = refused(Schedule.parse("\n".join(rows)))
+    assert [finding for finding in findings if finding[2] == 0] == [("no cycle", "0U1", 0)] * 2
+    for rank in (1, 2):
+        assert f"rank 0 cannot start 0U1: it needs 1U1 on rank {rank}" in message
+
+
+@pytest.mark.parametrize("synchronous", [True, False])
+def test_a_stage_without_any_update_is_refused(synchronous):
+    """Its weights would never change, whether or not the pipeline drains."""
+    findings, message = refused(Schedule.parse("0F0 0B0", synchronous=synchronous))
+    assert findings == [("update", "0U1", 0)]
+    assert "stage 0 has no U on rank 0: its weights would never change" in message

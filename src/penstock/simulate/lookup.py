@@ -155,8 +155,9 @@ class Tables:
         ops = self.dependencies.ops
         block = _MESSAGE_BLOCK[ops.kind]
         entries: Array = block * self.dependencies.stages + ops.stage.astype(np.int32)
-        entries[ops.of_kind(*BACKWARD_STARTS)] -= 1  # boundary s is below stage s + 1
-        np.maximum(entries, 0, out=entries)
+        # Boundary s is below stage s + 1. Stage 0 sends no gradient: its entry is then the one behind
+        # the last boundary of the block before, which is 0.
+        entries[ops.of_kind(*BACKWARD_STARTS)] -= 1
         return entries
 
     def _op_blocks(self) -> dict[int, Array]:

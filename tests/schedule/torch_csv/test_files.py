@@ -14,7 +14,7 @@ from penstock.schedule.catalogue import schedule
 from penstock.schedule.op import Kind, Op, Schedule
 from penstock.schedule.slicing import Slicing
 from penstock.schedule.torch_csv.actions import unsupported_reason
-from penstock.schedule.torch_csv.files import from_csv, read_csv, to_csv
+from penstock.schedule.torch_csv.files import from_csv, parse_csv, read_csv, to_csv
 from penstock.verify.verify import verify
 
 
@@ -103,6 +103,15 @@ def test_a_pair_is_torchs_overlap_with_the_forward_first_and_comes_back_as_a_pai
     assert to_csv(back) == text
 
 
+def test_the_peer_of_a_transfer_is_the_rank_that_computes_its_stage_or_none():
+    """A stage that no rank computes is on no rank, which is written -1."""
+    _, lowered = parse_csv('0F0,0SEND_F0,0B0,5SEND_F0\n""\n1RECV_F0,1F0,1B0,7RECV_B0')
+    peers = [
+        [action.peer for action in row if not isinstance(action, Op)] for row in lowered.programs
+    ]
+    assert peers == [[2, -1], [], [0, -1]]
+
+
 def test_idle_slots_and_spaces_are_skipped():
     """torch writes an empty cell for a slot in which a rank stands still."""
     schedule = from_csv("0F0, ,0F1,,0B0,0B1\r\n,1F0,1B0,1F1,1B1,\r\n\r\n")
@@ -121,6 +130,7 @@ def test_ranks_without_ops_keep_their_place():
     """
     schedule = Schedule.parse("rank 0 |\nrank 1 | 0F0 0B0 0U1\nrank 2 |")
     assert from_csv(to_csv(schedule), "custom") == schedule
+    assert str(from_csv(" \n0F0,0B0\n \n")) == str(schedule)
 
 
 @pytest.mark.parametrize(
