@@ -1,53 +1,16 @@
-"""Plan: one value, its JSON, its text."""
+"""Plan: one value, its JSON, and its checks."""
 
 import json
 from dataclasses import replace
 
 import pytest
+from tests.plan.plans import full_plan, plan, stream_plan
 
 from penstock.errors import FileError, PlanError
 from penstock.plan.plan import Plan
-from penstock.plan.prediction import Candidate, Objective, Prediction, Remedy, Traffic
 from penstock.schedule.catalogue import schedule
 from penstock.schedule.op import Schedule
 from penstock.schedule.slicing import Slicing
-
-
-def plan(made: Schedule = schedule("1f1b", 2, 4), lengths: tuple[int, ...] = (2, 1)) -> Plan:
-    """A plan that is whole."""
-    peaks = tuple(1000 * (rank + 1) for rank in range(made.ranks))
-    candidates = (
-        Candidate("1f1b", 2, 4, "never", lengths, 0.5, 2000, "compute of stage 1"),
-        Candidate("gpipe", 2, 4, "never", lengths, 0.5001, 4000, "bubble"),
-        Candidate(
-            "gpipe", 2, 8, "never", lengths, 0.4, 4 * 2**30, "needs 4.0 GiB, has 2.0 GiB on rank 1"
-        ),
-    )
-    return Plan(
-        "abc",
-        ("stem", "body", "head"),
-        lengths,
-        made.name,
-        made.lines,
-        made.micro_batches,
-        16,
-        "local:2",
-        4,
-        Prediction(0.5, 0.2, peaks, 32.0, 0.9),
-        made.options,
-        candidates=candidates,
-    )
-
-
-def stream_plan(made: Schedule = schedule("pipedream", 2, 1), **changes) -> Plan:
-    """An asynchronous one."""
-    own = {
-        "synchronous": False,
-        "stream": made.stream,
-        "weights": made.stream.weights,
-        "candidates": (),
-    }
-    return replace(plan(made), **{**own, **changes})
 
 
 def saved(tmp_path, found=None, **changes):
@@ -196,57 +159,6 @@ def test_another_model_or_number_of_ranks_is_refused_with_all_differences():
         plan().check_fits("abc", 1)
 
 
-def test_a_plan_prints_its_cuts_its_prediction_and_the_limits_of_other_candidates():
-    """print(plan) is the explanation of the choice."""
-    assert str(plan()).splitlines() == [
-        "1f1b on 2 of 4 ranks of local:2: 2 stages, batch 16 in 4 micro-batches, recompute never, weights flush",
-        "  predicted: 500.0 ms a step, 32 samples/s, 1.80 times one device, bubble 20%",
-        "    stage  rank  layers  from  to    peak memory of rank",
-        "    0      0     2       stem  body  1000 B",
-        "    1      1     1       head  head  2.0 KiB",
-        "  candidates, best first:",
-        "    schedule  stages  M  recompute  step              peak memory  why",
-        "    1f1b      2       4  never      500.0 ms          2.0 KiB      compute of stage 1",
-        "    gpipe     2       4  never      500.1 ms  equal   3.9 KiB      bubble",
-        "    gpipe     2       8  never      400.0 ms  -20.0%  4.0 GiB      needs 4.0 GiB, has 2.0 GiB on rank 1",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("changes", "line"),
-    [
-        (
-            {"recompute": "selective", "recomputed": (0, 1), "segment_starts": (1,)},
-            "recomputes 2 of 3 layers in 2 segments: 3.2% more",
-        ),
-        (
-            {"recompute": "selective", "recomputed": (1, 2)},
-            "recomputes 2 of 3 layers in 2 segments: 3.2% more",
-        ),
-        ({"recompute": "selective"}, "recomputes 0 of 3 layers: 3.2% more"),
-        ({"recompute": "always"}, "recomputes all 3 layers: 3.2% more"),
-        (
-            {"recompute": "except_last"},
-            "recomputes all 3 layers except in the last micro-batch: 3.2% more",
-        ),
-    ],
-)
-def test_a_plan_prints_its_recomputed_layers_and_the_saved_memory(changes, line):
-    """Segments end where a stage does."""
-    made = plan()
-    told = str(
-        replace(made, predicted=replace(made.predicted, more_work=0.032, less_kept=0.41), **changes)
-    )
-    assert f"  {line} work, 41% fewer activations saved for the backward" in told.splitlines()
-
-
-def test_a_plan_of_nothing_prints_too():
-    """Zero seconds divide nothing."""
-    empty = replace(plan(), predicted=Prediction(0.0, 0.0, (0, 0), 0.0, 0.0))
-    assert "1.00 times one device" in str(empty)
-    assert empty.bounds == ((0, 2), (2, 3))
-
-
 def test_pairs_and_slices_survive_saving(tmp_path):
     """Without pairs, or with other slices, the program would be a different one."""
     made = Schedule.parse("0F0 0F1&0B0 0F2 0B2 0B1 0U1", "sliced")
@@ -302,78 +214,10 @@ def test_a_plan_saved_before_streams_existed_is_read(tmp_path):
     assert Plan.load(path) == plan()
 
 
-def test_an_asynchronous_plan_prints_staleness_and_asynchronous_candidates():
-    """Asynchronous schedules trade staleness and memory for time, so the text must show all of
-    them.
-    """
-    rows = (
-        replace(plan().candidates[0], schedule="pipedream", micro_batches=1, weights="stash"),
-        plan().candidates[0],
-    )
-    lines = str(stream_plan(candidates=rows)).splitlines()
-    assert lines[:3] == [
-        "pipedream on 2 of 4 ranks of local:2: 2 stages, batch 16 in 1 micro-batch, recompute never, weights stash",
-        "  predicted: 500.0 ms a batch in the steady state, 32 samples/s, 1.80 times one device, bubble 20%",
-        "  asynchronous: weights stash, staleness at most 1, up to 2 versions",
-    ]
-    assert lines[-3:] == [
-        "    schedule   weights  stages  M  recompute  step             peak memory  why",
-        "    pipedream  stash    2       1  never      500.0 ms         2.0 KiB      compute of stage 1",
-        "    1f1b       flush    2       4  never      500.0 ms  equal  2.0 KiB      compute of stage 1",
-    ]
-    text = str(stream_plan(weights="pipemare", weights_options=(("decay", 0.25),)))
-    assert (
-        "asynchronous: weights pipemare, decay 0.25, staleness at most 1, 1 version and extra state of 2 times the weights"
-        in text
-    )
-
-
-def told() -> Plan:
-    """A plan with all that a planner may tell of it."""
-    predicted = Prediction(0.5, 0.2, (1000, 2000), 32.0, 0.9, 0.6, 0.4, ((("weights", 900), ("activations", 100)), (("weights", 2000),)),
-                           (Traffic(0, 1, 2048), Traffic(1, 0, 1024)))  # fmt: skip
-    return replace(
-        plan(),
-        predicted=predicted,
-        devices=(3, 1),
-        torch_version="2.13.0+cpu",
-        planner="dapple",
-        objective=Objective("pipeline latency", 0.45, "s"),
-        remedies=(Remedy("twice the bandwidth", 0.4),),
-    )
-
-
 def test_all_results_of_a_planner_survive_json(tmp_path):
     """They are devices, parts of memory, traffic, bounds, suggestions and the name of the planner."""
-    told().save(tmp_path / "p.json")
-    assert Plan.load(tmp_path / "p.json") == told()
-
-
-def test_all_results_of_a_planner_are_printed():
-    """They are the planner and its objective, the gap to the bound, placement, memory, traffic and
-    suggestions.
-    """
-    text = str(told())
-    for line in (
-        "by planner dapple, which minimises its pipeline latency 450.0 ms",
-        "1.80 times one device and 1.20 times data parallelism",
-        "lower bound over the search space: 400.0 ms (gap 25.0%)",
-        "on devices 3, 1",
-        "peak memory of a rank (optimizer not named, 1 number per parameter, as SGD with momentum):",
-        "traffic of a step, both ways: 0↔1 3.0 KiB",
-        "twice the bandwidth  400.0 ms  -20.0%",
-    ):
-        assert line in text
-    assert "by planner" not in str(plan())
-
-
-@pytest.mark.parametrize(
-    ("value", "unit", "text"),
-    [(0.45, "s", "x 450.0 ms"), (2048, "bytes", "x 2.0 KiB"), (1.25, "1", "x 1.25")],
-)
-def test_an_objective_prints_with_its_unit(value, unit, text):
-    """Papers make least seconds, bytes, or a plain number."""
-    assert str(Objective("x", value, unit)) == text
+    full_plan().save(tmp_path / "p.json")
+    assert Plan.load(tmp_path / "p.json") == full_plan()
 
 
 @pytest.mark.parametrize("here", ["2.13.1", "2.13.0+cu128", "2.13.0a0", ""])
@@ -381,7 +225,7 @@ def test_a_torch_of_the_same_minor_version_is_accepted(here):
     """Builds and patch versions do not change times enough for a new plan; a plan without a version
     is accepted.
     """
-    told().check_fits("abc", 2, here)
+    full_plan().check_fits("abc", 2, here)
     plan().check_fits("abc", 2, here)
 
 
@@ -390,6 +234,49 @@ def test_another_torch_is_refused_with_both_versions():
     with pytest.raises(
         PlanError, match=r"made with torch 2\.13\.0\+cpu, but this is torch 2\.9\.1"
     ) as caught:
-        told().check_fits("xyz", 1, "2.9.1")
+        full_plan().check_fits("xyz", 1, "2.9.1")
     assert "it uses 2 ranks, but there are 1" in str(caught.value)
     assert "this one's is xyz" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"memory_limits": [1]}, "memory limits for 1 ranks and 1.0 optimizer states do not go"),
+        ({"memory_limits": [1, 2, 3]}, "memory limits for 3 ranks .* with programs for 2 ranks"),
+        ({"optimizer_states": -0.5}, "limits for 0 ranks and -0.5 optimizer states do not go"),
+        ({"devices": [0, 2], "tensor_parallel": 2}, r"devices \[0, 2\] must be 2 different ones"),
+        ({"fingerprint": "a\n"}, r"the model: the fingerprint 'a\\n' must be printable text"),
+        ({"devices": [0, 1], "tensor_parallel": 0}, "tensor_parallel is 0; it is 1 or more"),
+        ({"zero": 4}, "zero is 4; its levels are 0, 1, 2 and 3"),
+    ],
+)
+def test_changed_limits_and_sharding_are_refused_with_the_reason(tmp_path, changes, message):
+    """A group of devices counts as one device of a plan with tensor parallelism."""
+    with pytest.raises(FileError, match=message):
+        Plan.load(saved(tmp_path, **changes))
+
+
+def test_limits_states_and_groups_at_the_ends_of_their_range_are_read(tmp_path):
+    """No state, one limit for each rank, and the last group of devices; an idle stream has ZeRO 0."""
+    changes = {"memory_limits": [1, 2], "optimizer_states": 0, "tensor_parallel": 2}
+    loaded = Plan.load(saved(tmp_path, **changes, devices=[1, 0], schema=3))
+    assert (loaded.memory_limits, loaded.devices, loaded.schema) == ((1, 2), (1, 0), 4)
+    with pytest.raises(FileError, match="zero is for synchronous plans, and this one is async"):
+        Plan.load(saved(tmp_path, stream_plan(), zero=1))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"tensor_parallel": 2}, "tensor parallel 2"),
+        ({"zero": 2}, "ZeRO 2"),
+        ({"tensor_parallel": 2, "zero": 1}, "tensor parallel 2, ZeRO 1"),
+    ],
+)
+def test_a_plan_whose_stages_are_shared_does_not_fit_a_run(changes, words):
+    """The runtime shares nothing but optimizer states, which ZeRO 1 is."""
+    message = rf"its stages are shared \({words}\), which a plan alone does not run"
+    with pytest.raises(PlanError, match=message):
+        replace(plan(), **changes).check_fits("abc", 2)
+    replace(plan(), zero=1).check_fits("abc", 2)

@@ -197,12 +197,13 @@ class Plan(NotebookText):
             SettingError: the weight rule has no such option, or the fingerprint is none.
         """
         check_fingerprint(self.fingerprint, "the model")
+        sharding = self.sharding  # refuses invalid values, which the checks below rely on
         self._check_sizes()
         self._check_memory()
         self._check_devices()
         self._check_recomputed()
         self._check_stream()
-        if self.sharding.zero and self.stream is not None:
+        if sharding.zero and self.stream is not None:
             raise PlanError("zero is for synchronous plans, and this one is asynchronous")
         self.rule.with_defaults(dict(self.weights_options))
 

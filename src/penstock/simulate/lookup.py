@@ -146,8 +146,9 @@ class Tables:
         entries *= stages
         entries += ops.stage.astype(np.int32)
         if block_of is _HOP:
-            entries[ops.of_kind(*BACKWARD_STARTS)] -= 1  # boundary s is below stage s + 1
-            np.maximum(entries, 0, out=entries)
+            # Boundary s is below stage s + 1. Stage 0 sends no gradient: its entry is then the one
+            # behind the last boundary of the block before, which is 0.
+            entries[ops.of_kind(*BACKWARD_STARTS)] -= 1
         return entries
 
     def _work_blocks(self) -> Iterator[tuple[int, Array]]:
