@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.schedule.custom_schedules import custom_schedules, custom_streams
+from tests.simulate.slow import rich_schedules
 
 from penstock.schedule.catalogue import schedule
 from penstock.schedule.channels import ActionGraph, channel_depth, topological_order
@@ -82,7 +83,7 @@ def plays_through(programs, depth, waves=None):
     return all(place == len(program) for place, program in zip(at, programs, strict=True))
 
 
-@given(custom_schedules() | custom_streams())
+@given(custom_schedules() | custom_streams() | rich_schedules(3))
 @settings(deadline=None, max_examples=120)
 def test_channel_depth_is_the_least_with_which_blocking_channels_play_through(schedule):
     """A depth too small hangs the user of another library; one too large refuses a schedule that
@@ -119,11 +120,11 @@ def test_a_schedule_without_transfers_needs_no_channel():
     assert channel_depth(Schedule(())) == 0
 
 
-@given(custom_schedules() | custom_streams(), st.integers(0, 3), st.booleans())
+@given(rich_schedules() | custom_streams(), st.integers(0, 3), st.booleans())
 @settings(deadline=None, max_examples=40)
 def test_the_receive_or_the_op_that_takes_a_message_waits_for_its_send(schedule, ahead, blocks):
-    """Every action also waits for the one before it, and nothing is in a cycle where channels have
-    no limit.
+    """Every action, the second op of a pair too, also waits for the one before it, and nothing is
+    in a cycle where channels have no limit.
     """
     lowered = lower(schedule, ahead)
     graph = ActionGraph.of(schedule, lowered, receives_block=blocks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -273,3 +274,25 @@ def test_after_dependencies_a_receive_is_posted_no_earlier_than_asked_for(schedu
             post = program.index(transfer)
             places.append(sum(isinstance(action, Op) for action in program[:post]))
         assert places[0] == max(places[1], before + 1)
+
+
+@settings(deadline=None, max_examples=40)
+@given(rich_schedules(3), st.integers(0, 3))
+def test_pairs_change_no_transfer(schedule, ahead):
+    """Executors may run the two ops of a pair one after the other, so a message is sent after its
+    own op, and a receive waits for what its own message depends on.
+    """
+    alone = replace(schedule, pairs=frozenset())
+    assert last_dependencies(schedule) == last_dependencies(alone)
+    assert lower(schedule, ahead) == lower(alone, ahead)
+    assert lower(schedule, 9, after_dependencies=True) == lower(alone, 9, after_dependencies=True)
+
+
+@pytest.mark.parametrize("name", ["dualpipe-v", "fbp-as"])
+def test_the_second_op_of_a_pair_delays_no_receive(name):
+    """The first op sends a value that the receiver needs before the second one can run."""
+    paired = schedule(name, 4, 8)
+    alone = replace(paired, pairs=frozenset())
+    assert len(paired.pairs) > 2
+    assert last_dependencies(paired) == last_dependencies(alone)
+    assert lower(paired, 9, after_dependencies=True) == lower(alone, 9, after_dependencies=True)

@@ -81,3 +81,22 @@ def test_sizes_count_as_equal_in_slices_of_samples_and_in_streams_and_for_parts_
     assert micro_batch_sizes(10, cut) == [2.5] * 4
     cut = replace(plain, slicing=Slicing.even("tokens", 1, 4))
     assert micro_batch_sizes(10, cut) == [3.0, 3.0, 2.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("batch", "count", "largest"),
+    [(1665, 13, 129), (29, 7, 5), (12, 4, 3), (13, 4, 4), (2.4, 1, 2.4), (10.5, 4, 3)],
+)
+def test_the_largest_part_is_a_whole_number_where_the_batch_is(batch, count, largest):
+    """The mean times the number of parts may be a little less, or more, than the batch."""
+    assert largest_part(batch / count, count) == largest
+
+
+@given(profiles(2, 4))
+@settings(max_examples=5)
+def test_a_model_of_no_stage_has_no_seconds(profile):
+    """There is no first stage then whose input gradient is left out."""
+    assert parts_of([]) == []
+    assert stage_seconds(profile, [], 3) == {phase: [] for phase in PHASES}
+    assert update_seconds(profile, []) == []
+    assert prefix_seconds(profile, 3)[:, 0].tolist() == [0.0] * len(PHASES)
