@@ -237,3 +237,19 @@ def test_spans_leave_out_updates_and_moves_of_activations(is_worth, monkeypatch)
             ratio = timeline.span_bubble_ratio
             assert outcomes.span_bubble_ratio[number] == pytest.approx(ratio)
             assert outcomes.makespan[number] == timeline.makespan
+
+
+@pytest.mark.parametrize("links", [{}, {"links": "shared"}, {"network": Network((0, 1, 0), 0.25)}])
+@pytest.mark.parametrize("buffers", [True, False])
+def test_arrays_take_links_networks_and_buffers_of_all_vectors(links, buffers):
+    """They stand beside the arrays, with the defaults of `Costs`."""
+    pipeline = schedule("1f1b", 3, 4)
+    fields = {"transfer": 6.0, "activation_bytes": 5.0, "boundary_bytes": 7.0}
+    given_buffers = {} if buffers else {"boundary_buffers": False}
+    forward = [[1.0, 2.0, 1.0], [3.0, 1.0, 1.0]]
+    outcomes = simulate_many(pipeline, {"forward": forward, **fields, **links, **given_buffers})
+    for number, row in enumerate(forward):
+        costs = Costs(row, **fields, **links, boundary_buffers=buffers)
+        timeline = simulate_schedule(pipeline, costs)
+        assert outcomes.makespan[number] == timeline.makespan
+        assert tuple(outcomes.peak_memory[number]) == timeline.peak_memory

@@ -135,7 +135,6 @@ def communication_rows(schedule: Schedule) -> list[list[str]]:
     cells = [_cells(schedule, rank) for rank in range(schedule.ranks)]
     rows: list[list[str]] = [[] for _ in range(schedule.ranks)]
     unsharded: set[int] = set()
-    second_of = dict(schedule.pairs)
     for _, _, rank, op, target in _ordered_events(schedule):
         if target is not None:
             message = output_message(op, schedule.stages)
@@ -146,19 +145,12 @@ def communication_rows(schedule: Schedule) -> list[list[str]]:
             rows[rank].append(f"{op.stage}{FsdpAction.REDUCE_GRAD.value}")
             rows[rank].append(f"{op.stage}{FsdpAction.RESHARD.value}")
         elif op in cells[rank]:
-            rows[rank] += _unshard_cells((op.stage, second_of.get(op, op).stage), unsharded)
+            # The second op of a pair needs none: backwards come after a forward of every stage.
+            if op.stage not in unsharded:
+                unsharded.add(op.stage)
+                rows[rank].append(f"{op.stage}{FsdpAction.UNSHARD.value}")
             rows[rank].append(cells[rank][op])
     return rows
-
-
-def _unshard_cells(stages: tuple[int, ...], unsharded: set[int]) -> list[str]:
-    """Return UNSHARD cells for the stages that have none yet, and add them to `unsharded`."""
-    cells = []
-    for stage in stages:
-        if stage not in unsharded:
-            unsharded.add(stage)
-            cells.append(f"{stage}{FsdpAction.UNSHARD.value}")
-    return cells
 
 
 class _Start(NamedTuple):
