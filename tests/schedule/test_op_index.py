@@ -54,6 +54,9 @@ def test_numbers_may_have_gaps_and_exceed_the_number_of_ops():
     assert index.numbers.tolist() == [7, 90]
     assert index.column.tolist() == [0, 1, 1, 0, 0]
     assert index.of_op(Op(Kind.B, 0, 90)) == 2
+    # As many as the ops, and one less: the second has rows for all numbers up to it.
+    assert OpIndex(Schedule.parse("0F3 0B3 0U1")).numbers.tolist() == [3]
+    assert OpIndex(Schedule.parse("0F2 0B2 0U1")).numbers.tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize(

@@ -260,3 +260,18 @@ def test_a_part_of_nothing_left_is_allowed_and_one_byte_more_is_refused():
     message = "optimizer_bytes of stage 0 add up to more than its 8 weight_bytes"
     with pytest.raises(SettingError, match=message):
         peak_memory(case_schedule, replace(costs, optimizer_bytes=[4, 5]))
+
+
+@pytest.mark.parametrize("pair", ["0F1&0B0", "0B0&0F1"])
+def test_both_ops_of_a_pair_change_memory_at_one_moment(pair):
+    """At its end 5 bytes begin to be sent, while 10 of activations and 5 of the received gradient
+    are released; at its start 10 are added to 10. So the peak is that between both.
+    """
+    case_schedule = Schedule.parse(f"0F0 {pair} 0B1 0U1\n1F0 1B0 1F1 1B1 1U1")
+    costs = Costs(transfer=1.0, activation_bytes=10, boundary_bytes=5)
+    timeline = simulate_schedule(case_schedule, costs)
+    assert timeline.peak_memory[0] == 10 + 10 + 5
+    assert timeline.memory_holders[0]["boundary"] == 5
+    (start, end), *_ = [(e.start, e.end) for e in timeline.compute if str(e.op) == "0F1"]
+    curve = dict(zip(timeline.memory[0].seconds, timeline.memory[0].bytes, strict=True))
+    assert (curve[start], curve[end]) == (25, 15)

@@ -162,3 +162,17 @@ def test_entries_that_differ_by_micro_batch_are_those_of_each_micro_batch():
     assert costs.forward == ((4.0, 4.0, 4.0), (40.0, 30.0, 20.0))
     assert costs.backward == ((4.0, 3.0, 2.0), (8.0, 6.0, 4.0))
     assert costs.update == (4.0, 4.0)
+    assert costs_by_size(of_size, [3.0, 2.0]).backward == ((3.0, 2.0), (6.0, 4.0))
+
+
+def test_equal_micro_batches_have_the_costs_of_their_size_as_they_are():
+    """One number per stage remains one; every size is computed once."""
+    sizes = []
+
+    def of_size(size):
+        sizes.append(size)
+        return Costs(forward=[size])
+
+    assert costs_by_size(of_size, [2.0, 2.0]) == Costs(forward=(2.0,))
+    costs_by_size(of_size, [3.0, 2.0, 2.0])
+    assert sizes == [2.0, 3.0, 2.0]

@@ -69,3 +69,5 @@ def test_batches_of_several_micro_batches_are_refused():
     assert (
         verify(schedule("pipedream", 3, 2, replicas=2), weights="spectrain").weights == "spectrain"
     )
+    with pytest.raises(ScheduleError, match="pipedream has 2 on a rank: give micro_batches=1"):
+        verify(schedule("pipedream", 2, 2, replicas=[2, 1]), weights="spectrain")
