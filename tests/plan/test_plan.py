@@ -258,9 +258,9 @@ def test_changed_limits_and_sharding_are_refused_with_the_reason(tmp_path, chang
 
 
 def test_limits_states_and_groups_at_the_ends_of_their_range_are_read(tmp_path):
-    """No state, one limit for each rank, and the last group of devices; an idle stream has ZeRO 0."""
+    """No state, one limit for each rank, the last group of devices, and micro-batches of 1 sample."""
     changes = {"memory_limits": [1, 2], "optimizer_states": 0, "tensor_parallel": 2}
-    loaded = Plan.load(saved(tmp_path, **changes, devices=[1, 0], schema=3))
+    loaded = Plan.load(saved(tmp_path, **changes, devices=[1, 0], schema=3, batch=4))
     assert (loaded.memory_limits, loaded.devices, loaded.schema) == ((1, 2), (1, 0), 4)
     with pytest.raises(FileError, match="zero is for synchronous plans, and this one is async"):
         Plan.load(saved(tmp_path, stream_plan(), zero=1))

@@ -322,3 +322,12 @@ def test_replicas_of_a_streams_stages_update_with_every_batch_right_after_their_
         numbers = [n for n in range(pipedream.slices) if n % replicas[stage] == copy]
         last = [max(n for n in numbers if n // size == batch) for batch in range(pipedream.batches)]
         assert updates == [(Op(Kind.B, stage, n), Op(Kind.U, stage, n // size + 1)) for n in last]
+
+
+def test_a_pair_ends_where_a_replica_lacks_one_of_its_micro_batches():
+    """The last replica may have a micro-batch less; the other op of the pair then runs alone."""
+    paired = Schedule.parse("0F0 0B0&0F1 0B1 0U1")
+    assert str(pipelines(paired, 2, 3)) == "rank 0 | 0F0 0B0&0F2 0B2 0U1\nrank 1 | 0F1 0B1 0U1"
+    expected = {(Op.parse("0B0"), Op.parse("0F2"))}
+    assert pipelines(paired, 2, 3).pairs == expected
+    assert pipelines(paired, 2, 4).pairs == expected | {(Op.parse("0B1"), Op.parse("0F3"))}

@@ -65,6 +65,8 @@ def test_a_list_of_another_length_is_refused():
     """Both numbers are in the message: has and needs."""
     with pytest.raises(SettingError, match="costs: update has 2 entries, the schedule needs 3"):
         Costs(update=[1, 2]).spread("update", 3)
+    with pytest.raises(SettingError, match="costs: update has 4 entries, the schedule needs 3"):
+        Costs(update=[1, 2, 3, 4]).spread("update", 3)
 
 
 def test_numbers_may_stand_per_micro_batch_as_a_list_an_array_or_a_function():

@@ -53,6 +53,7 @@ def test_hops_slow_it_down_by_a_round_trip_shared_among_those_in_flight(stages, 
         schedule("pipedream", stages, 1), Costs(forward=1, backward=2, transfer=hop)
     )
     assert steady_state.seconds_per_batch == pytest.approx(expected, rel=1e-12)
+    assert steady_state.bubble_ratio == pytest.approx(1 - 3 / expected)
 
 
 def test_more_forwards_ahead_hide_hops():

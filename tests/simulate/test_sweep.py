@@ -253,3 +253,12 @@ def test_arrays_take_links_networks_and_buffers_of_all_vectors(links, buffers):
         timeline = simulate_schedule(pipeline, costs)
         assert outcomes.makespan[number] == timeline.makespan
         assert tuple(outcomes.peak_memory[number]) == timeline.peak_memory
+
+
+@pytest.mark.parametrize("is_worth", [True, False])
+def test_a_span_may_be_a_single_op(is_worth, monkeypatch):
+    """A forward alone begins and ends the span of its rank; the longest span is of 3 s."""
+    monkeypatch.setattr(many, "is_worth_compiling", lambda *_: is_worth)
+    outcomes = simulate_many(Schedule.parse("0F0\n1F0"), {"forward": [[1.0, 3.0], [2.0, 2.0]]})
+    assert outcomes.makespan.tolist() == [4.0, 4.0]
+    assert outcomes.span_bubble_ratio == pytest.approx([1 - 4 / 6, 0.0])

@@ -329,3 +329,16 @@ def test_two_slices_of_a_sequence_exchanged_anywhere_are_refused(
     )
     findings, _ = refused(replace(family_schedule, programs=programs))
     assert {rule for rule, *_ in findings} == {"no cycle"}
+
+
+@pytest.mark.parametrize("slices", [5, 9, 12])
+def test_shares_that_add_up_to_the_limit_are_within_it(slices):
+    """Nine ninths are more than 1 as floats; a share above it is refused."""
+    count = 4 * slices
+    ops = [Op(kind, 0, number) for kind in (Kind.F, Kind.B) for number in range(count)]
+    programs = ((*ops, Op(Kind.U, 0, 1)),)
+    sliced = Schedule(programs, slicing=Slicing.even("samples", slices, 4))
+    assert verify(sliced, 4).peak_on_rank == (4,)
+    findings, message = refused(sliced, 3)
+    assert findings == [("in flight", f"0F{3 * slices}", 0)]
+    assert "rank 0 holds 4 micro-batches in flight, over the limit of 3" in message

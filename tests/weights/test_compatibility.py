@@ -5,6 +5,7 @@ import pytest
 from penstock.errors import PlanError, ScheduleError, SettingError, UnknownName
 from penstock.schedule.catalogue import schedule, schedules
 from penstock.verify.front import verify
+from penstock.weights import compatibility
 from penstock.weights.catalogue import WEIGHT_RULES, weight_rule
 from penstock.weights.compatibility import rule_of, rules, schedule_for
 
@@ -118,3 +119,21 @@ def test_a_rule_that_was_looked_up_is_taken_as_it_is():
     assert schedule_for(rule) == "pipedream"
     with pytest.raises(PlanError, match="'stash' does not go with 1f1b"):
         rule_of(schedule("1f1b", 3, 3), rule)
+
+
+def test_plain_1f1b_comes_first_of_the_schedules_that_are_designed_for_a_rule(monkeypatch):
+    """Whatever the order of their names; others come first only where it is not among them."""
+    facts = schedules()
+    reordered = {name: facts[name] for name in ("gpipe", "wpipe", "1f1b", "pipedream")}
+    monkeypatch.setattr(compatibility, "schedules", lambda: reordered)
+    assert [schedule_for(rule) for rule in ("flush", "stash", "wpipe", "none", "xpipe")] == [
+        "1f1b",
+        "pipedream",
+        "wpipe",
+        "pipedream",
+        "pipedream",
+    ]
+    del reordered["1f1b"]
+    assert schedule_for("flush") == "gpipe"
+    with pytest.raises(UnknownName, match="no weight rule called 'plain'"):
+        schedule_for("plain")

@@ -69,3 +69,5 @@ def test_with_replicas_every_rank_needs_as_many_as_there_are_stages():
     )
     with pytest.raises(ScheduleError, match=r"has 1 on a rank, and 2 stages"):
         verify(schedule("pipedream", 2, 2, replicas=2), weights="double-buffer")
+    with pytest.raises(ScheduleError, match=r"has 1 on a rank, and 2 stages"):
+        verify(schedule("pipedream", 2, 2, replicas=[2, 1]), weights="double-buffer")

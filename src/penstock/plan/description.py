@@ -154,7 +154,7 @@ def _asynchrony(plan: Plan) -> str:
         weight_uses = readings(plan.schedule, plan.rule)
     except ScheduleError:  # a plan that was read from a file may have unsound programs
         return f"  asynchronous: weights {plan.weights}{options}; unsound programs, see penstock verify"
-    versions, staleness = max(weight_uses.versions), max(map(max, weight_uses.ages))
+    versions, staleness = max(weight_uses.versions), max(weight_uses.max_staleness)
     versions_text = "1 version" if versions == 1 else f"up to {versions} versions"
     extra = f" and extra state of {plan.rule.extra:g} times the weights" if plan.rule.extra else ""
     return (

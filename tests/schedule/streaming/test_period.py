@@ -235,3 +235,12 @@ def test_thousands_of_batches_are_made_and_known_again():
     longer = with_batch_count(schedule("2bw", 4, 4), 3000)
     assert len(longer.ops) == 3000 * 4 * 9
     assert period_of(replace(longer)).batches == 1
+
+
+def test_every_op_is_of_the_batch_of_its_number_whatever_came_before():
+    """An update is of the batch of its stage's last gradient, which a W or a B completes; before
+    any gradient, of the first batch.
+    """
+    text = "0U1 0F2 0F3 0I2 0W2 1F2 1F3 0B3 0U2 0F0 1U1 0F1 0B0 0I1 0U3 0W1 0U4"
+    rows = with_batches(Schedule.parse(text).programs[0], 2)
+    assert [batch for _, batch in rows] == [0, 1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0]

@@ -73,7 +73,7 @@ def _program(
         rank_stages: the stages of the rank.
         order: the order of its forwards, as `visiting_order` returns it.
         ahead: number of forwards before the first backward.
-        lag: number of backwards between an I and its W.
+        lag: number of backwards between an I and its W, fewer than there are.
     """
     forwards = [Op(Kind.F, rank_stages[chunk], m) for chunk, m in order]
     input_grads = [Op(Kind.I, rank_stages[-1 - chunk], m) for chunk, m in order]
@@ -85,5 +85,5 @@ def _program(
             ops.append(weight_grads[n - lag])
         # Empty in the cool-down, where no forwards are left.
         ops += forwards[ahead + n : ahead + n + 1]
-    ops += weight_grads[max(0, len(input_grads) - lag) :]
+    ops += weight_grads[len(weight_grads) - lag :]
     return with_updates(ops)
