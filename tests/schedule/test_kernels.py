@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -69,6 +71,17 @@ def test_times_of_ops_and_messages_are_those_of_the_slow_simulator(case):
 @given(rich_schedules(3), st.randoms(use_true_random=False), st.booleans())
 def test_spans_of_many_vectors_are_those_of_each_alone(case_schedule, rng, overlap):
     """Plain Python, without a compiler; a rank's span is from its first op to its last."""
+    check_spans(case_schedule, rng, overlap)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_span_may_be_a_single_op(overlap):
+    """Two ranks that run one forward each: its start and its end are those of the span."""
+    check_spans(schedule("gpipe", 2, 1).forward_only(), random.Random(0), overlap)
+
+
+def check_spans(case_schedule, rng, overlap):
+    """The spans of three random vectors are those of each vector alone."""
     dependencies = dependencies_of(case_schedule)
     ops, vectors = dependencies.ops, 3
     count, ranks, links = len(ops), dependencies.ranks, len(dependencies.links)
