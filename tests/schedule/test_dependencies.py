@@ -217,3 +217,21 @@ def test_a_value_goes_to_the_rank_of_the_forward_of_its_stage(text, producer):
     """A taker elsewhere has no activations there, and the link would lead to nobody."""
     with pytest.raises(ScheduleError, match=f"no op takes the output of {producer} for stage"):
         dependencies_of(Schedule.parse(text))
+
+
+def test_a_pair_is_of_two_ops_of_one_rank():
+    """The last op of a rank and the first of the next one are neighbours in the arrays only."""
+    gpipe = schedule("gpipe", 2, 1)
+    pair = gpipe.programs[0][-1], gpipe.programs[1][0]
+    with pytest.raises(ScheduleError, match="gpipe is not valid"):
+        dependencies_of(replace(gpipe, pairs={pair}))
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["0F0 0E0 0E0 0L0 0L0 0B0\n0E0 0E0 0L0 0L0", "0F0 0E0 0L0 0B0\n0L0", "0F0 0E0 0L0 0B0 0U1"],
+)
+def test_activations_move_once_between_two_ranks(text):
+    """A second eviction, or one half of it alone, would be a message to nobody."""
+    with pytest.raises(ScheduleError, match="custom is not valid"):
+        dependencies_of(Schedule.parse(text))

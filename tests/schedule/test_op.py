@@ -123,6 +123,7 @@ def test_a_schedule_without_ops_has_no_stages_and_no_micro_batches():
         "",
     )
     assert Schedule.parse("") == empty
+    assert (empty.copies, empty.slices, empty.splits_backward) == (1, 0, False)
 
 
 def test_programs_given_as_lists_become_tuples():

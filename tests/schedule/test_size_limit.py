@@ -60,6 +60,8 @@ def test_a_csv_of_too_many_cells_is_refused_before_it_is_parsed():
     """A parsed cell takes forty times its text."""
     with pytest.raises(FileError, match="1,000,001 cells, more than the 1,000,000 allowed"):
         from_csv("," * 1_000_001)
+    with pytest.raises(FileError, match="1,000,001 cells, more than the 1,000,000 allowed"):
+        from_csv("\n" * 1_000_001)
 
 
 def test_a_csv_that_names_a_distant_op_is_refused():

@@ -11,7 +11,7 @@ from tests.schedule.families.stream_laws import check_stream, expected_gap, gaps
 
 from penstock.errors import ScheduleError
 from penstock.schedule.catalogue import schedule
-from penstock.schedule.families.pipedream import falling
+from penstock.schedule.families.pipedream import enough_batches, falling
 from penstock.schedule.op import Kind
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import simulate_schedule
@@ -158,3 +158,16 @@ def test_a_number_of_batches_that_counts_nothing_is_refused(wrong):
     """None is not one of them: it asks for enough."""
     with pytest.raises(ScheduleError, match=f"a stream's batches is 1 or more, not {wrong!r}"):
         schedule("pipedream", 3, 1, batches=wrong)
+
+
+@pytest.mark.parametrize(
+    ("in_flight", "micro_batches", "period", "batches"),
+    [(4, 1, 1, 8), (4, 8, 1, 5), (4, 8, 2, 10), (9, 4, 1, 7), (8, 4, 1, 6), (5, 1, 3, 18)],
+)
+def test_programs_show_four_periods_beyond_the_batches_in_flight(
+    in_flight, micro_batches, period, batches
+):
+    """A part of a batch or of a period in flight counts as a whole one."""
+    assert enough_batches(in_flight, micro_batches, period) == batches
+    if period == 1:
+        assert schedule("pipedream", in_flight, micro_batches).batches == batches

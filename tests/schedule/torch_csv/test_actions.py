@@ -96,6 +96,20 @@ def test_the_cells_are_torchs_and_stand_where_its_executor_needs_them():
     ]
 
 
+@pytest.mark.parametrize(
+    ("text", "cells"),
+    [
+        ("0F0 1F0 1B0 0B0 0U1 1U1", "1B0,0B0,0REDUCE_GRAD,0RESHARD,1REDUCE_GRAD,1RESHARD"),
+        ("0F0 1F0 1B0 0B0 0U1", "1B0,1REDUCE_GRAD,1RESHARD,0B0,0REDUCE_GRAD,0RESHARD"),
+        ("0F0 1F0 1B0 0B0", "1B0,1REDUCE_GRAD,1RESHARD,0B0,0REDUCE_GRAD,0RESHARD"),
+    ],
+)
+def test_every_stage_of_a_rank_reduces_its_gradients(text, cells):
+    """Where its update stands; if one is missing, each does so after its last backward."""
+    rows = to_csv(Schedule.parse(text), communication=True)
+    assert rows == f"0UNSHARD,0F0,1UNSHARD,1F0,{cells}\n"
+
+
 def test_an_update_stands_where_gradients_are_reduced():
     """A file that says where is taken at its word; one that does not has them after the last
     backward.

@@ -121,6 +121,7 @@ def test_ranks_without_ops_keep_their_place():
     """
     schedule = Schedule.parse("rank 0 |\nrank 1 | 0F0 0B0 0U1\nrank 2 |")
     assert from_csv(to_csv(schedule), "custom") == schedule
+    assert str(from_csv(" \n0F0,0B0\n \n")) == str(schedule)
 
 
 @pytest.mark.parametrize(
