@@ -185,6 +185,7 @@ def test_pairs_and_slices_survive_saving(tmp_path):
         ({"stream": {"batches": 6, "colour": "red"}}, "is no plan: at stream.colour: unknown key"),
         ({"stream": {"batches": 4}}, "the programs have 2 micro-batches, not 1"),
         ({"stream": {"batches": 9}}, "9 batches of 1 are not the 6 micro-batches of the programs"),
+        ({"stream": {"batches": 7}}, "7 batches of 1 are not the 6 micro-batches of the programs"),
         (
             {"weights": "flush"},
             "weight rule 'flush' does not go with pipedream, which is asynchronous",
@@ -280,3 +281,12 @@ def test_a_plan_whose_stages_are_shared_does_not_fit_a_run(changes, words):
     with pytest.raises(PlanError, match=message):
         replace(plan(), **changes).check_fits("abc", 2)
     replace(plan(), zero=1).check_fits("abc", 2)
+
+
+def test_the_repr_of_a_plan_is_one_line():
+    """Stages and ranks, batch and micro-batches, and the predicted step."""
+    replicated = plan(schedule("1f1b", 2, 4, replicas=(2, 1)))
+    assert repr(replicated) == (
+        "<Plan: 1f1b, 2 stages on 3 ranks of local:2, batch 16 in 4 micro-batches, predicted "
+        "500.0 ms a step>"
+    )

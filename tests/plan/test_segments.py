@@ -28,3 +28,4 @@ def test_a_selection_returns_the_segments_that_it_was_constructed_from(recompute
     assert set(made.starts) <= recomputed - set(firsts)
     stages = pairwise([*firsts, 13])
     assert [segment for first, end in stages for segment in made.of_stage(first, end)] == found
+    assert Selection.of_segments(reversed(found), set(firsts)) == made

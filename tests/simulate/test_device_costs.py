@@ -179,3 +179,14 @@ def profile_of():
         return Profile(tuple(layers), "abc", 1.0, 16)
 
     return make
+
+
+@pytest.mark.parametrize(("order", "entries"), [((0, 0, 1), (1.0, 6.0)), ((1, 1, 0), (3.0, 2.0))])
+def test_replicas_on_equal_devices_have_one_number(profile_of, order, entries):
+    """Only stages whose own replicas differ have seconds by micro-batch."""
+    profile = profile_of([1.0, 2.0])
+    kinds = [profile, scale_profile(profile, 3.0)]
+    case_schedule = schedule("1f1b", 2, 4, replicas=(2, 1))
+    costs = stage_costs(profile, [1, 1], 1, cluster(3), micro_batches=4)
+    placed = on_devices(costs, case_schedule, [kinds[kind] for kind in order], [1, 1], 1)
+    assert placed.forward == entries

@@ -28,6 +28,10 @@ def test_a_schedule_goes_with_costs_and_a_plan_with_profile_and_cluster():
         MADE, costs, recompute="always"
     )
     assert simulate(MADE) == simulate_schedule(MADE, Costs())
+    sending, two = Costs(transfer=1.0), schedule("gpipe", 2, 4)
+    waits, goes_on = (simulate(two, sending, overlap=overlap) for overlap in (False, True))
+    assert waits == simulate_schedule(two, sending, overlap=False)
+    assert waits.makespan > goes_on.makespan
     assert simulate(PLAN, PROFILE, cluster(1)) == simulate_plan(PLAN, PROFILE, cluster(1))
 
 

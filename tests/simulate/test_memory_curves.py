@@ -275,3 +275,12 @@ def test_both_ops_of_a_pair_change_memory_at_one_moment(pair):
     (start, end), *_ = [(e.start, e.end) for e in timeline.compute if str(e.op) == "0F1"]
     curve = dict(zip(timeline.memory[0].seconds, timeline.memory[0].bytes, strict=True))
     assert (curve[start], curve[end]) == (25, 15)
+
+
+def test_a_value_that_is_used_in_the_second_of_its_arrival_takes_no_memory():
+    """On free links an activation waits for nothing; a gradient is there until its B has ended."""
+    costs = Costs(activation_bytes=1, boundary_bytes=5)
+    timeline = simulate_schedule(schedule("gpipe", 2, 1), costs)
+    assert timeline.peak_memory == (1 + 5, 1)
+    late = simulate_schedule(schedule("gpipe", 2, 1), replace(costs, transfer=0.5))
+    assert late.peak_memory == (1 + 5, 5)

@@ -150,6 +150,8 @@ def test_a_plan_stands_on_the_devices_that_it_names():
         PlanError, match="uses device 3 of its cluster, but four has devices 0 to 1"
     ):
         simulate_plan(replace(a_plan(), devices=(0, 3)), PROFILE, FOUR.on((0, 1)))
+    with pytest.raises(PlanError, match="uses device 4 of its cluster, but four has devices 0 to"):
+        simulate_plan(replace(a_plan(), devices=(4, 0)), PROFILE, FOUR)
 
 
 def test_a_plan_s_stages_take_what_their_devices_take():

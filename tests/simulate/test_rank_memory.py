@@ -128,3 +128,12 @@ def test_a_tied_parameter_has_its_home_at_the_layer_that_counts_it():
     assert tied((1, 1, 1, 2)) == ((1, 0, 8, (1, 2, 3)), (1, 1, 5, (1, 3)))
     assert tied((2, 2, 1)) == ((1, 0, 8, (0, 1)), (1, 1, 5, (0, 1)))
     assert tied((1, 3, 1)) == ()
+
+
+def test_the_larger_of_the_devices_of_a_rank_is_that_with_most_bytes_in_all():
+    """Stage 0 has more weights on devices 0 and 1, stage 1 more state on device 3 alone."""
+    profile = replace(PROFILE, layers=(layer([10]), layer([100])))
+    parameters = StoredParameters(profile, (1, 1), [(0, 1), (2, 3)], 1)
+    bytes_ = Costs(weight_bytes=[130, 265], gradient_bytes=[10, 30], optimizer_bytes=[20, 200])
+    rows = parameters.add_to(bytes_, devices_per_rank=2).bytes_of_ranks
+    assert rows == ((100, 10, 20), (35, 30, 200))

@@ -139,6 +139,9 @@ def test_what_a_stage_keeps_is_added_up_layer_by_layer():
     )
     assert sizes.stage_bytes(0, 4, Selection((0, 1, 2, 3), (2,))) == (7 + 200, 1 + 10 + 20 - 7)
     assert sizes.stage_bytes(0, 4, Selection((0, 1, 2, 3))) == (7, 1 + 100 - 7)
+    small = LayerBytes.of(profile_of([(10, 1, 5), (20, 2, 6), (30, 3, 7), (40, 4, 8)]))
+    # Of two segments the larger comes back: 4 bytes, and 27.
+    assert small.stage_bytes(0, 4, Selection((0, 2))) == (7 + 22 + 6 + 44, 3 + 30 - 6)
 
 
 @settings(max_examples=40, deadline=None)
@@ -192,3 +195,15 @@ def test_devices_that_differ_run_layers_again_at_their_own_pace():
         Costs(), case_schedule, [fast, slow], (2,), [1.0], Selection((1,))
     )
     assert selected.recompute == ((2.0, 10.0, 2.0, 10.0),)
+
+
+def test_each_slice_has_the_fixed_seconds_of_its_recompute():
+    """Two halves of a micro-batch of 4 samples run again with 2 samples each."""
+    profile = profile_of([(1, 1, 1)] * 2)
+    layers = tuple(replace(layer, forward=timing(0.5, 1.0)) for layer in profile)
+    halves = schedule("autopipe", 1, 2, sliced=1)
+    devices = [replace(profile, layers=layers)]
+    selected = with_selective_recompute(
+        Costs(), halves, devices, (2,), [4.0, 4.0], Selection((0, 1))
+    )
+    assert selected.recompute == ((2 * 2 * (0.5 + 2), 2 * (0.5 + 4)),)

@@ -84,6 +84,11 @@ def test_a_synchronous_schedule_takes_its_makespan():
         1,
     )
     assert steady_state.timeline.events == timeline.events
+    sending = Costs(forward=1, backward=2, transfer=0.5)
+    for overlap in (True, False):
+        timeline = simulate_schedule(case_schedule, sending, overlap=overlap, recompute="always")
+        steady_state = steady(case_schedule, sending, "always", overlap=overlap)
+        assert steady_state.seconds_per_batch == timeline.makespan
 
 
 def test_two_virtual_workers_do_two_batches_at_once():

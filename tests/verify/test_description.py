@@ -66,3 +66,7 @@ def test_each_figure_stands_in_its_own_place():
         "  peak in flight per stage  11 12 13, per rank 21 22",
         "  channel depth             31 (messages a blocking channel must buffer)",
     ]
+    assert repr(report) == (
+        "<Report: mine is sound, 3 stages on 2 ranks, at most 22 micro-batches in flight on a "
+        "rank, weight rule stash>"
+    )

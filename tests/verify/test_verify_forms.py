@@ -342,3 +342,18 @@ def test_shares_that_add_up_to_the_limit_are_within_it(slices):
     findings, message = refused(sliced, 3)
     assert findings == [("in flight", f"0F{3 * slices}", 0)]
     assert "rank 0 holds 4 micro-batches in flight, over the limit of 3" in message
+
+
+def test_an_op_of_two_pairs_is_refused_whatever_other_pairs_there_are():
+    """Pairs of other ops may come between both in any order of them."""
+    schedule = Schedule.parse("0F0 0F1&0B0&0F2 0B1&0F3 0B2 0B3 0U1")
+    findings, message = refused(schedule)
+    assert findings == [("pair", "0F1", None)]
+    assert "0F1&0B0: an op of compute runs with one other, no more" in message
+
+
+def test_activations_that_two_other_ranks_exchange_are_refused():
+    """One of the two must be the rank of the forward."""
+    findings, message = refused(Schedule.parse("0F0 0B0 0U1\n0E0 0L0\n0E0 0L0"))
+    assert findings == [("evict and load", "0E0", 1), ("evict and load", "0L0", 1)]
+    assert "0E0 is on ranks 1, 2: it must be on two, that of 0F0 (0) and a partner" in message

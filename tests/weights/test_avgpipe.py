@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from penstock.errors import ScheduleError
 from penstock.schedule.catalogue import schedule
 from penstock.schedule.op import Schedule
-from penstock.schedule.streaming.streams import Stream
+from penstock.schedule.streaming.streams import Stream, Waves
 from penstock.verify.verify import verify
 from penstock.weights.catalogue import weight_rule
 from penstock.weights.weight_uses import uses
@@ -70,3 +72,12 @@ def test_an_update_between_forward_and_backward_is_refused():
         match=r"an update of the same copy falls between forward and backward on stage 0 in batch 2",
     ):
         verify(schedule)
+
+
+@pytest.mark.parametrize("weights", ["avgpipe", "hetpipe"])
+def test_copies_that_take_turns_and_have_waves_are_refused(weights):
+    """No rule both averages copies on the same ranks and exchanges waves."""
+    avgpipe = schedule("avgpipe", 2, 2)
+    both = replace(avgpipe, stream=replace(avgpipe.stream, waves=Waves(2)))
+    with pytest.raises(ScheduleError, match=f"weight rule '{weights}' "):
+        weight_rule(weights).check(both)

@@ -100,15 +100,9 @@ def hidden_sum_seconds(
         return hidden
     sums = {stage: _StageSum(replicas[stage], cluster) for stage in stages}
     least: dict[int, float] = {}
-    walked: set[tuple[int, tuple[Op, ...]]] = set()
     for rank, program in enumerate(schedule.programs):
-        tail = _tail(program, stages)
-        # Ranks with the same last ops and the same device hide the same.
-        if (id(profiles[rank]), tail) in walked:
-            continue
-        walked.add((id(profiles[rank]), tail))
         walk = _Walk(profiles[rank], lengths, samples / schedule.slices_per_micro_batch, sums)
-        for stage, seconds in walk.hidden(tail).items():
+        for stage, seconds in walk.hidden(_tail(program, stages)).items():
             # All replicas wait for the one that hides least.
             least[stage] = min(least.get(stage, seconds), seconds)
     for stage, seconds in least.items():
