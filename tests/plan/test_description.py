@@ -59,6 +59,8 @@ def test_a_plan_of_nothing_prints_too():
     """Zero seconds divide nothing."""
     empty = replace(plan(), predicted=Prediction(0.0, 0.0, (0, 0), 0.0, 0.0))
     assert "1.00 times one device" in str(empty)
+    compared = replace(empty, predicted=replace(empty.predicted, data_parallel_s=0.5))
+    assert "data parallelism" not in str(compared)
     assert empty.bounds == ((0, 2), (2, 3))
 
 
@@ -86,6 +88,18 @@ def test_an_asynchronous_plan_prints_staleness_and_asynchronous_candidates():
         "asynchronous: weights pipemare, decay 0.25, staleness at most 1, 1 version and extra state of 2 times the weights"
         in text
     )
+
+
+@pytest.mark.parametrize(
+    ("weights", "end"),
+    [
+        ("none", "staleness at most 1, 1 version"),
+        ("pipeoptim", "staleness at most 1, 1 version and extra state of 1 times the weights"),
+    ],
+)
+def test_an_asynchronous_plan_prints_the_extra_state_of_its_rule(weights, end):
+    """One working copy is extra state too; nothing is said where there is none."""
+    assert lines_with(stream_plan(weights=weights), "staleness")[0].endswith(end)
 
 
 def test_all_results_of_a_planner_are_printed():

@@ -76,6 +76,10 @@ def test_the_schedule_is_read_back_whole():
             'recomputed and segment_starts are for recompute="selective", but recompute is .never',
         ),
         (
+            {"segment_starts": [0]},
+            'recomputed and segment_starts are for recompute="selective", but recompute is .never',
+        ),
+        (
             {"recompute": "selective", "recomputed": [1, 0]},
             r"recomputed \[1, 0\] must be different ones of the 3 layers, ascending",
         ),
@@ -290,3 +294,9 @@ def test_the_repr_of_a_plan_is_one_line():
         "<Plan: 1f1b, 2 stages on 3 ranks of local:2, batch 16 in 4 micro-batches, predicted "
         "500.0 ms a step>"
     )
+
+
+def test_states_that_are_no_number_are_refused():
+    """They would make every comparison of memory false."""
+    with pytest.raises(PlanError, match="memory limits for 0 ranks and nan optimizer states"):
+        replace(plan(), optimizer_states=float("nan")).check()

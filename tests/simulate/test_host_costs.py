@@ -12,6 +12,7 @@ from penstock.profile.conditions import Conditions
 from penstock.profile.profile import LayerProfile, Profile, Timing
 from penstock.schedule.catalogue import schedule
 from penstock.schedule.op import Schedule
+from penstock.schedule.slicing import Slicing
 from penstock.simulate.costs import Costs
 from penstock.simulate.host_costs import (
     NETWORK_S_PER_BYTE,
@@ -370,3 +371,38 @@ def test_slices_of_pipelines_inside_hosts_and_between_them_are_messages_of_their
         forward = [entry[number] for entry in stage_costs.forward]
         assert forward[0] == pytest.approx(4 + 2 * (SEND_S + slice_s))
         assert forward[1] == pytest.approx(4 + 2 * (RECEIVE_S + receive_s))
+
+
+def test_the_slices_of_a_micro_batch_wait_for_the_longest_of_their_ways():
+    """One slice stays inside a host, the other goes to another host, whose cards have a latency of
+    their own.
+    """
+    programs = "0F0 0F2 0B2 0B0 0U1\n1F0 1F1 1F2 1B2 1B1 1B0 1U1\n0F1 0B1 0U1"
+    sliced = replace(Schedule.parse(programs), slicing=Slicing("samples", ((0.5, 0.5), (1.0,))))
+    between = Link(0.25, 400.0)
+    on = Cluster("c", (Device("d", 10**9, "cpu"),) * 3, 3, LINK, between, node_of=(0, 0, 1))
+    found = schedule_costs(sliced, [a_profile()] * 3, [2, 2], on, 4, weight_rule("flush"))
+    # Boundaries carry 200 bytes for 2 samples; of three slices in two micro-batches, 133 each.
+    slices = sliced.slices_per_micro_batch
+    away_s = slices * between.transfer_seconds(200 / slices)
+    assert away_s > slices * LINK.latency_s
+    assert found.transfer == (pytest.approx((away_s, slices * LINK.latency_s)),)
+    assert found.network == Network((0, 0, 1), 0.25)
+
+
+@pytest.mark.parametrize(("micro_batches", "share"), [(1, 0.0), (2, 0.5), (4, 0.75)])
+def test_a_virtual_worker_adds_up_the_gradients_of_its_own_whole_batches(micro_batches, share):
+    """Two of them take turns: of each batch one micro-batch writes, whoever runs it."""
+    _, stage_costs = costs(
+        a_profile(accumulate_s_per_byte=0.1), "gpu", "hetpipe", micro_batches=micro_batches
+    )
+    assert stage_costs.backward == pytest.approx((12 + share * 20 * 0.1,) * 2)
+
+
+def test_a_rank_that_only_updates_a_stage_adds_up_nothing():
+    """Of its one micro-batch the other rank writes the gradients."""
+    case_schedule = Schedule.parse("0F0 0B0 0U1\n0U1")
+    on = Cluster("c", (Device("g", 10**9, "gpu"),) * 2, 2, LINK, LINK)
+    profiles = [a_profile(accumulate_s_per_byte=0.1)] * 2
+    found = schedule_costs(case_schedule, profiles, [4], on, 2, weight_rule("flush"))
+    assert found.backward == (24,)

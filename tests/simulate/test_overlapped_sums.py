@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from penstock.cluster.cluster import Cluster, Device, Link
 from penstock.profile.profile import LayerProfile, Profile, Timing
+from penstock.schedule.catalogue import schedule
 from penstock.schedule.op import Kind, Schedule
 from penstock.schedule.slicing import Slicing
 from penstock.simulate.costs import Costs
@@ -262,3 +263,13 @@ def test_what_is_hidden_is_that_of_a_walk_beside_the_network(rng, stages, count,
     assert seconds == pytest.approx(
         [min(row[stage] for row in expected) for stage in range(stages)]
     )
+
+
+def test_a_stream_hides_nothing():
+    """Its next batch runs beside its sums in any case."""
+    stream = schedule("pipedream", 1, 2, replicas=2)
+    model = profile(5, 5, 5)
+    hidden_s = hidden_sum_seconds(stream, stream.ranks_of_stage, [model] * 2, [3], 1.0, HOSTS)
+    assert hidden_s == [0.0]
+    costs = schedule_costs(stream, [model] * 2, [3], HOSTS, 2, weight_rule("stash"))
+    assert with_overlapped_sums(costs, stream, [model] * 2, [3], 1.0, HOSTS) is costs

@@ -502,3 +502,42 @@ def test_a_width_that_was_not_profiled_is_refused_with_those_that_were():
         width_profile(model, Sharding(tensor_parallel=2))
     with pytest.raises(PlanError, match="planned for one kind of device: give one profile"):
         width_profile({"d": model}, Sharding(tensor_parallel=4))
+
+
+@pytest.mark.parametrize("partners", [(1, 2), (2, 1)])
+def test_activations_take_the_longest_way_to_any_partner(partners):
+    """Whichever partner comes first: one is on the same node, the other is not."""
+    costs = stage_costs(PROFILE, [4], 1, FOUR, micro_batches=2)
+    rows = ["0F0 0E0 0F1 0E1 0L1 0B1 0L0 0B0 0U1", "", ""]
+    for number, rank in enumerate(partners):
+        rows[rank] = f"rank {rank} | 0E{number} 0L{number}"
+    moves = Schedule.parse("\n".join(rows))
+    expected = FOUR.transfer_seconds(costs.activation_bytes[0], 0, 2)
+    assert place_costs(costs, moves, FOUR).offload == (expected,)
+
+
+def test_only_stages_that_sum_gradients_store_copies_of_them():
+    """Stage 0 has two replicas on CPUs, stage 1 one."""
+    on = Cluster("c", (Device("d", 10**9, "cpu"),) * 3, 3, LINK, SLOW)
+    uneven = schedule("1f1b", 2, 2, replicas=(2, 1))
+    costs = schedule_costs(uneven, [PROFILE] * 3, [2, 2], on, 2, weight_rule("flush"))
+    assert costs.gradient_bytes == (2 * 300, 700)
+    assert costs.weight_bytes == (3 * 300 + 1 + 300, 3 * 700 + 5)
+
+
+def test_tied_parameters_of_a_stream_count_with_their_first_stage():
+    """Versions are stored by stage, so that the bytes of its ranks are those of its stages."""
+    layers = [replace(layer, tensor_bytes=(layer.parameter_bytes,)) for layer in PROFILE]
+    layers[3] = replace(layers[3], tied_tensors=((0, 0),))
+    tied = replace(PROFILE, layers=tuple(layers))
+    for name, rule in (("pipedream", "stash"), ("1f1b", "flush")):
+        case_schedule = schedule(name, 2, 2)
+        costs = schedule_costs(case_schedule, [tied] * 2, [2, 2], FOUR, 2, weight_rule(rule))
+        assert (costs.bytes_of_ranks is None) == (name == "pipedream")
+
+
+@pytest.mark.parametrize("micro_batch", [float("inf"), float("nan"), -1.0])
+def test_a_micro_batch_is_a_finite_number_of_samples(micro_batch):
+    """Seconds and bytes would be infinite."""
+    with pytest.raises(PlanError, match=f"2 micro-batches of {micro_batch} samples"):
+        stage_costs(PROFILE, [4], micro_batch, FOUR, micro_batches=2)

@@ -176,3 +176,18 @@ def test_equal_micro_batches_have_the_costs_of_their_size_as_they_are():
     assert costs_by_size(of_size, [2.0, 2.0]) == Costs(forward=(2.0,))
     costs_by_size(of_size, [3.0, 2.0, 2.0])
     assert sizes == [2.0, 3.0, 2.0]
+
+
+def test_every_figure_of_time_and_traffic_follows_the_size():
+    """Bytes of memory are those of the largest micro-batch."""
+    by_size = ("forward", "backward", "input_grad", "weight_grad", "boundary_bytes", "recompute")
+
+    def of_size(size):
+        fields = {name: [size * (1 + place)] for place, name in enumerate(by_size)}
+        return Costs(**fields, transfer=[9 * size], activation_bytes=[8 * size], update=[1.0])
+
+    costs = costs_by_size(of_size, [4.0, 2.0])
+    for place, name in enumerate(by_size):
+        assert getattr(costs, name) == ((4.0 * (1 + place), 2.0 * (1 + place)),)
+    assert costs.transfer == ((36.0, 18.0),)
+    assert (costs.activation_bytes, costs.update) == ((32.0,), (1.0,))

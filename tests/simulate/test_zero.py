@@ -148,3 +148,15 @@ def test_figures_that_are_not_given_stay_out():
     bare = with_zero(Costs(forward=[3.0], weight_bytes=[8.0]), [(0, 1)], ranks, [8], 3)
     assert bare.weight_bytes == (8 * (1 / 2 + 2 / 8),)
     assert bare.gradient_bytes == bare.optimizer_bytes == (0.0,)
+
+
+def test_one_number_for_all_stages_is_that_of_each():
+    """Costs by hand often have one; what is not given takes no time but that of messages."""
+    link = Link(0.5, 10.0)
+    ranks = Cluster("c", (Device("g", 10**9, "gpu"),) * 2, 2, link, link)
+    costs = Costs(forward=3.0, backward=6.0, weight_bytes=30.0, gradient_bytes=10.0)
+    shared = with_zero(costs, [(0, 1), (0,)], ranks, [2, 1], 3)
+    first_layer_s = all_reduce_seconds((0, 1), 10.0, ranks) / 2 / 2
+    assert shared.forward == (3.0 + first_layer_s, 3.0)
+    assert shared.backward == (6.0 + 2 * first_layer_s, 6.0)
+    assert shared.input_grad == (2 * first_layer_s, 0.0)

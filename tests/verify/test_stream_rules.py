@@ -191,3 +191,11 @@ def test_a_gradient_belongs_to_the_batch_of_the_last_one_before_its_update():
     found, message = findings_of(case)
     assert [entry[1] for entry in found if entry[1].startswith("0B")] == ["0B4"]
     assert "0B4 on rank 0 is of batch 2, but batch 1 has had no U" in message
+
+
+def test_a_gradient_of_an_earlier_batch_before_the_update_of_a_later_one_is_found():
+    """Batches may be in any order on a rank, but one has its update before the next begins."""
+    verify(stream("0F0 0F1 0B1 0U1 0B0 0U2", 2), weights="none")
+    findings, message = findings_of(stream("0F0 0F1 0B1 0B0 0U1 0U2", 2))
+    assert findings[0] == ("update", "0B0", 0)
+    assert "0B0 on rank 0 is of batch 0, but batch 1 has had no U of stage 0 yet" in message

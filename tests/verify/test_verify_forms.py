@@ -357,3 +357,21 @@ def test_activations_that_two_other_ranks_exchange_are_refused():
     findings, message = refused(Schedule.parse("0F0 0B0 0U1\n0E0 0L0\n0E0 0L0"))
     assert findings == [("evict and load", "0E0", 1), ("evict and load", "0L0", 1)]
     assert "0E0 is on ranks 1, 2: it must be on two, that of 0F0 (0) and a partner" in message
+
+
+def test_slices_of_a_sequence_are_no_pair():
+    """The second needs the first; slices of samples do not."""
+    schedule = Schedule.parse("0F0&0F1 0B1 0B0 0U1")
+    verify(replace(schedule, slicing=Slicing.even("samples", 2, 1)))
+    findings, message = refused(replace(schedule, slicing=Slicing.even("tokens", 2, 1)))
+    assert findings == [("pair", "0F1", None)]
+    assert "0F0&0F1 cannot run as one: 0F1 needs 0F0" in message
+
+
+def test_a_rank_that_waits_for_several_ranks_has_a_finding_for_each():
+    """Rank 0 updates stage 0 first, the two other copies stage 1."""
+    rows = ["0F0 1F0 1B0 0B0 0U1 1U1", "0F1 1F1 1B1 0B1 1U1 0U1", "0F2 1F2 1B2 0B2 1U1 0U1"]
+    findings, message = refused(Schedule.parse("\n".join(rows)))
+    assert [finding for finding in findings if finding[2] == 0] == [("no cycle", "0U1", 0)] * 2
+    for rank in (1, 2):
+        assert f"rank 0 cannot start 0U1: it needs 1U1 on rank {rank}" in message

@@ -15,6 +15,7 @@ from penstock.weights.batch_shares import shares_of_batches
     (schedule("pipedream", 2, 4, replicas=[2, 1]), (2, 4)),
     (schedule("hetpipe", 2, 3), (3, 3)),
     (schedule("1f1b", 2, 5), (5, 5)),
+    (schedule("wpipe", 4, 3), (3, 3)),  # on each of the two stages of a rank
     (Schedule(()), (0, 0)),
 ])  # fmt: skip
 def test_the_fewest_and_the_most_that_a_rank_runs_of_a_batch_on_a_stage(custom_schedule, shares):

@@ -65,3 +65,24 @@ def test_what_lacks_is_found_with_the_op_that_reads_it():
         "mine: 0F1 on rank 0 reads version 2 of stage 0, where the newest is 1"
         in findings[0].message
     )
+
+
+def test_a_prediction_is_made_from_the_version_at_the_first_forward_of_its_batch():
+    """Of a rule with one version, an older one that no prediction was made from is gone."""
+
+    def rule(behind):
+        return WeightRule(
+            "mine",
+            lambda p: Reads(max(p.batch_at_forward - behind, 0), p.at_backward, forward_ahead=1),
+            synchronous=False,
+            source="a test",
+            one_version=True,
+        )
+
+    # Micro-batch 3 begins after the update of batch 0, and 2 of its batch before.
+    text = "0F0 0F1 0B0 0F2 0B1 0U1 0F3 0B2 0B3 0U2 0F4 0F5 0B4 0B5 0U3"
+    assert held(text, rule(0), size=2) == ([1], [])
+    versions, findings = held(text, rule(1), size=2)
+    assert versions == [1]
+    assert [(f.op, f.rank) for f in findings] == [("0F4", 0), ("0F5", 0)]
+    assert "reads version 1 of stage 0, which has been dropped (kept: 2)" in findings[0].message

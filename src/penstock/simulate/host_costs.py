@@ -119,10 +119,13 @@ def _accumulation_seconds(
 ) -> list[float]:
     """Return per stage the seconds of gradient accumulation, per micro-batch on average."""
     gradients = costs.spread("gradient_bytes", schedule.stages) or (0.0,) * schedule.stages
+    in_waves = schedule.stream is not None and schedule.stream.waves is not None
     seconds = []
     for ranks, gradient_bytes in zip(schedule.ranks_of_stage, gradients, strict=True):
-        # The first slice of every batch on every replica writes instead of adding.
-        additions = max(schedule.slices - len(ranks) * schedule.batches, 0)
+        # The first slice of every batch on every replica writes instead of adding. In waves a
+        # batch is on one replica.
+        replicas_of_batch = 1 if in_waves else len(ranks)
+        additions = max(schedule.slices - replicas_of_batch * schedule.batches, 0)
         per_micro_batch = additions / schedule.total_micro_batches
         slowest = max(profiles[rank].accumulate_s_per_byte for rank in ranks)
         seconds.append(per_micro_batch * gradient_bytes * slowest)
