@@ -504,13 +504,15 @@ def test_a_width_that_was_not_profiled_is_refused_with_those_that_were():
         width_profile({"d": model}, Sharding(tensor_parallel=4))
 
 
-@pytest.mark.parametrize("partners", [(1, 2), (2, 1)])
-def test_activations_take_the_longest_way_to_any_partner(partners):
+@pytest.mark.parametrize(("owner", "partners"), [(0, (1, 2)), (3, (0, 2)), (3, (2, 0))])
+def test_activations_take_the_longest_way_to_any_partner(owner, partners):
     """Whichever partner comes first: one is on the same node, the other is not."""
     costs = stage_costs(PROFILE, [4], 1, FOUR, micro_batches=2)
-    rows = ["0F0 0E0 0F1 0E1 0L1 0B1 0L0 0B0 0U1", "", ""]
+    programs = ["", "", "", ""]
+    programs[owner] = "0F0 0E0 0F1 0E1 0L1 0B1 0L0 0B0 0U1"
     for number, rank in enumerate(partners):
-        rows[rank] = f"rank {rank} | 0E{number} 0L{number}"
+        programs[rank] = f"0E{number} 0L{number}"
+    rows = [f"rank {rank} | {program}" for rank, program in enumerate(programs)]
     moves = Schedule.parse("\n".join(rows))
     expected = FOUR.transfer_seconds(costs.activation_bytes[0], 0, 2)
     assert place_costs(costs, moves, FOUR).offload == (expected,)
