@@ -331,3 +331,11 @@ def test_a_pair_ends_where_a_replica_lacks_one_of_its_micro_batches():
     expected = {(Op.parse("0B0"), Op.parse("0F2"))}
     assert pipelines(paired, 2, 3).pairs == expected
     assert pipelines(paired, 2, 4).pairs == expected | {(Op.parse("0B1"), Op.parse("0F3"))}
+
+
+def test_stages_on_ranks_of_other_numbers_take_only_whole_pipelines():
+    """The program of rank s is taken for that of stage s."""
+    turned = schedule("1f1b", 2, 2).on_ranks((1, 0))
+    with pytest.raises(ScheduleError, match=r"1f1b has several stages on a rank, or copies: .*=2$"):
+        round_robin(turned, (2, 1))
+    assert pipelines(turned, 2, 4).ranks == 4

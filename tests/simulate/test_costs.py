@@ -248,3 +248,11 @@ def test_the_bytes_of_ranks_are_rows_of_three():
     for row in ([1, 2], [1, 2, 3, 4]):
         with pytest.raises(SettingError, match="bytes_of_ranks has rows of other than 3 numbers"):
             Costs(weight_bytes=9.0, bytes_of_ranks=[[1, 2, 3], row])
+
+
+def test_a_bandwidth_without_bytes_is_refused_also_beside_a_latency():
+    """A latency alone is what a message takes that has no bytes."""
+    with pytest.raises(SettingError, match="bandwidth has no effect without boundary_bytes"):
+        Costs(bandwidth=4.0, latency=1.0)
+    line = simulate_schedule(schedule("gpipe", 2, 1), Costs(latency=0.5))
+    assert line.makespan == 2 * 3 + 2 * 0.5

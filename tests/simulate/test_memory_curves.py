@@ -86,6 +86,8 @@ def test_either_kind_of_bytes_alone_is_counted():
     """A user who knows only the weights gets their sum."""
     case_schedule = schedule("gpipe", 2, 2)
     assert peak_memory(case_schedule, Costs(weight_bytes=7)) == (7, 7)
+    assert simulate_schedule(case_schedule, Costs(weight_bytes=7)).peak_memory == (7, 7)
+    assert simulate_schedule(case_schedule, Costs(activation_bytes=3)).peak_memory == (6, 6)
     assert peak_memory(case_schedule, Costs(activation_bytes=3)) == (6, 6)
     assert peak_memory(case_schedule, Costs(activation_bytes=3), "always") == (3, 3)
 
@@ -168,6 +170,8 @@ def test_bytes_of_ranks_stand_in_place_of_those_of_stages_and_are_one_row_per_ra
     message = "bytes_of_ranks has 2 rows for the 3 ranks of 1f1b; give one row per rank"
     with pytest.raises(SettingError, match=message):
         peak_memory(schedule("1f1b", 3, 3), replace(costs, weight_bytes=100))
+    with pytest.raises(SettingError, match="bytes_of_ranks has 2 rows for the 1 ranks of 1f1b"):
+        peak_memory(schedule("1f1b", 1, 3), replace(costs, weight_bytes=100))
     with pytest.raises(SettingError, match="bytes_of_ranks has rows of other than 3 numbers"):
         Costs(weight_bytes=1.0, bytes_of_ranks=((1, 2), (3, 4)))
 

@@ -375,3 +375,11 @@ def test_a_rank_that_waits_for_several_ranks_has_a_finding_for_each():
     assert [finding for finding in findings if finding[2] == 0] == [("no cycle", "0U1", 0)] * 2
     for rank in (1, 2):
         assert f"rank 0 cannot start 0U1: it needs 1U1 on rank {rank}" in message
+
+
+@pytest.mark.parametrize("synchronous", [True, False])
+def test_a_stage_without_any_update_is_refused(synchronous):
+    """Its weights would never change, whether or not the pipeline drains."""
+    findings, message = refused(Schedule.parse("0F0 0B0", synchronous=synchronous))
+    assert findings == [("update", "0U1", 0)]
+    assert "stage 0 has no U on rank 0: its weights would never change" in message

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import groupby
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -105,3 +107,19 @@ def test_a_ratio_that_is_none_is_refused(ratio):
         ScheduleError, match="bpipe takes a ratio of backward to forward above 0, not"
     ):
         schedule("bpipe", 4, 8, ratio=ratio)
+
+
+@pytest.mark.parametrize(
+    ("stages", "micro_batches", "ratio", "moves"),
+    [(6, 9, 1, "0L4 0E8"), (6, 6, 2, "0L3 0L4"), (8, 12, 2, "1E4 1E5")],
+)
+def test_moves_at_one_place_of_a_partner_stand_in_order(stages, micro_batches, ratio, moves):
+    """L comes first, since it frees memory; of several the one of the lower micro-batch."""
+    bpipe = schedule("bpipe", stages, micro_batches, ratio=ratio)
+    groups = []
+    for program in bpipe.programs[stages // 2 :]:
+        for is_move, ops in groupby(program, key=lambda op: op.kind in ACTIVATION_MOVES):
+            groups += [list(ops)] if is_move else []
+    for ops in groups:
+        assert ops == sorted(ops, key=lambda op: (op.kind is Kind.E, op.micro_batch))
+    assert moves in [" ".join(map(str, ops)) for ops in groups]

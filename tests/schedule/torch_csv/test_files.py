@@ -14,7 +14,7 @@ from penstock.schedule.catalogue import schedule
 from penstock.schedule.op import Kind, Op, Schedule
 from penstock.schedule.slicing import Slicing
 from penstock.schedule.torch_csv.actions import unsupported_reason
-from penstock.schedule.torch_csv.files import from_csv, read_csv, to_csv
+from penstock.schedule.torch_csv.files import from_csv, parse_csv, read_csv, to_csv
 from penstock.verify.verify import verify
 
 
@@ -101,6 +101,15 @@ def test_a_pair_is_torchs_overlap_with_the_forward_first_and_comes_back_as_a_pai
     verify(back)
     assert str(back) == str(schedule).replace("1B0&1F1", "1F1&1B0")
     assert to_csv(back) == text
+
+
+def test_the_peer_of_a_transfer_is_the_rank_that_computes_its_stage_or_none():
+    """A stage that no rank computes is on no rank, which is written -1."""
+    _, lowered = parse_csv('0F0,0SEND_F0,0B0,5SEND_F0\n""\n1RECV_F0,1F0,1B0,7RECV_B0')
+    peers = [
+        [action.peer for action in row if not isinstance(action, Op)] for row in lowered.programs
+    ]
+    assert peers == [[2, -1], [], [0, -1]]
 
 
 def test_idle_slots_and_spaces_are_skipped():
