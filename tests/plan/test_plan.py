@@ -99,6 +99,7 @@ def test_the_schedule_is_read_back_whole():
         ({"lengths": [2, 2]}, r"stage lengths \[2, 2\] must be positive and sum to the 3 layers"),
         ({"lengths": [3, 0]}, r"stage lengths \[3, 0\] must be positive"),
         ({"lengths": [1, 1, 1]}, "the programs have 2 stages, the lengths 3"),
+        ({"lengths": [3]}, "the programs have 2 stages, the lengths 1"),
         ({"micro_batches": 8}, "the programs have 4 micro-batches, not 8"),
         ({"batch": 3}, "a batch of 3 cannot be cut into 4 micro-batches"),
         ({"programs": ["0F0 0X0"]}, "'0X0' is not an op"),
@@ -294,6 +295,14 @@ def test_the_repr_of_a_plan_is_one_line():
         "<Plan: 1f1b, 2 stages on 3 ranks of local:2, batch 16 in 4 micro-batches, predicted "
         "500.0 ms a step>"
     )
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_memory_is_predicted_for_every_rank(count):
+    """Neither for fewer nor for more."""
+    predicted = replace(plan().predicted, peak_memory=(1,) * count)
+    with pytest.raises(PlanError, match=f"predicted for {count} ranks, the programs are for 2"):
+        replace(plan(), predicted=predicted).check()
 
 
 def test_states_that_are_no_number_are_refused():
