@@ -269,6 +269,8 @@ def test_a_plan_that_is_no_pipeline_names_the_best_pipeline_and_the_reason():
     ]
     several = replace(text, pipeline=replace(pipeline, replicas=(2, 1), micro_batches=1))
     assert "layers with 2,1 replicas, 1 micro-batch: 600" in str(several)
+    equal = replace(text, pipeline=replace(pipeline, replicas=2))
+    assert "2 layers with 2 replicas, 4 micro-batches: 600" in str(equal)
 
 
 def test_bounds_notes_and_sharding_have_lines_of_their_own():

@@ -113,3 +113,9 @@ def test_numbers_of_more_than_64_bits_are_refused():
     """A line of text may have them."""
     with pytest.raises(ScheduleError, match="numbers of at most 18 digits"):
         OpArrays.of([[Op(Kind.F, 0, 2**63)]])
+
+
+def test_a_peak_is_never_below_nothing():
+    """Programs that are not checked yet may release what they never held."""
+    arrays = OpArrays.of([[Op(Kind.B, 0, 0)], [Op(Kind.W, 1, 0), Op(Kind.F, 1, 1)], []])
+    assert arrays.in_flight == ((0, 0), (0, 0, 0))

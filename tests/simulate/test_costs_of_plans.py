@@ -24,13 +24,18 @@ def replicated_plan(**changes) -> Plan:
 
 
 def test_a_plan_has_the_states_of_its_optimizer():
-    """Not those of the profile, which was measured with another one."""
+    """Not those of the profile, which was measured with another one; and the seconds of its step,
+    which may be one kernel.
+    """
     one, three = (
         costs_of_plan(replace(a_plan(), optimizer_states=states), PROFILE, FOUR)
         for states in (1.0, 3.0)
     )
     assert one.optimizer_bytes == (300, 700)
     assert three.optimizer_bytes == (900, 2100)
+    fused = replace(PROFILE, update_s_per_byte=0.25, step_ratios={"Adam, 2 states, fused": 3.0})
+    plan = replace(a_plan(), optimizer="Adam", optimizer_states=2.0, optimizer_fused=True)
+    assert costs_of_plan(plan, fused, FOUR).update == (3 * 0.25 * 300, 3 * 0.25 * 700)
     assert three.weight_bytes == tuple(size + 2 * more for size, more in ((901, 300), (2105, 700)))
 
 

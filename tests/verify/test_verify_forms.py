@@ -359,6 +359,15 @@ def test_activations_that_two_other_ranks_exchange_are_refused():
     assert "0E0 is on ranks 1, 2: it must be on two, that of 0F0 (0) and a partner" in message
 
 
+@pytest.mark.parametrize("kind", ["E", "L"])
+def test_a_move_that_occurs_twice_on_a_rank_is_refused(kind):
+    """Each activation leaves once and comes back once."""
+    text = "0F0 0E0 0L0 0B0 0U1\n0E0 0L0".replace(f"0{kind}0", f"0{kind}0 0{kind}0", 1)
+    findings, message = refused(Schedule.parse(text))
+    assert findings == [("evict and load", f"0{kind}0", 0)]
+    assert f"0{kind}0 occurs twice on rank 0" in message
+
+
 def test_slices_of_a_sequence_are_no_pair():
     """The second needs the first; slices of samples do not."""
     schedule = Schedule.parse("0F0&0F1 0B1 0B0 0U1")
