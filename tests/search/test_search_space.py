@@ -7,8 +7,6 @@ from tests.search.random_requests import FAST, SLOW, clusters, cuts, profiles, u
 
 from penstock.cluster.cluster import Cluster, Device, Link, cluster
 from penstock.errors import PlanError, ScheduleError
-from penstock.schedule.catalogue import schedule, schedules
-from penstock.schedule.op import Schedule
 from penstock.search.cuts import cut
 from penstock.search.evaluate import evaluate
 from penstock.search.instantiate import instantiate
@@ -17,55 +15,12 @@ from penstock.search.request import PlanRequest
 from penstock.search.schedule_bound import schedule_bound_s
 from penstock.search.search_space import SearchSpace
 from penstock.search.shapes import shapes
-from penstock.simulate.costs import Costs
-from penstock.simulate.simulate import simulate_schedule
 from penstock.simulate.steady_state import steady
 
 
 def ways(request):
     """All of a request."""
     return SearchSpace(request, shapes(request)).configurations
-
-
-@settings(max_examples=80, deadline=None)
-@given(st.data(), st.sampled_from(list(schedules())), st.integers(1, 4), st.integers(1, 8))
-def test_no_step_is_shorter_than_its_lower_bound(data, name, stages, micro_batches):
-    """A bound that is too high would skip the winner. Of streams, that of a batch in the steady
-    state.
-    """
-    try:
-        made = schedule(name, stages, micro_batches)
-    except ScheduleError:
-        return
-    row = st.lists(st.floats(0, 10), min_size=stages, max_size=stages)
-    costs = Costs(*(data.draw(row) for _ in range(4)))
-    assert schedule_bound_s(made, costs) <= steady(made, costs).seconds_per_batch * (1 + 1e-9)
-
-
-def test_the_bound_of_a_stream_is_the_work_of_its_busiest_rank():
-    """Nobody fills or drains it: 2 (1 + 3) on stage 1. Of two virtual workers each has every other
-    batch.
-    """
-    costs = Costs([1, 1], [2, 3], [1, 1], [1, 2])
-    assert schedule_bound_s(schedule("pipedream", 2, 2), costs) == 8
-    assert schedule_bound_s(schedule("hetpipe", 2, 2), costs) == 4
-
-
-def test_the_bound_is_sharp_for_equal_stages():
-    """(m + p - 1)(f + b): so sharp that most ways need no simulation."""
-    costs = Costs(*([value] * 3 for value in (1.0, 2.0, 2.0, 0.0)))
-    assert (
-        schedule_bound_s(schedule("gpipe", 3, 4), costs)
-        == 18
-        == simulate_schedule(schedule("gpipe", 3, 4), costs).makespan
-    )
-
-
-def test_the_bound_of_split_backwards_lets_the_weights_part_run_beside_the_drain():
-    """W after the last I delays nobody: adding the drain to it would be too much."""
-    made = Schedule.parse("rank 0 | 0F0 0B0 0U1\nrank 1 | 1F0 1I0 1W0 1U1")
-    costs = Costs([1, 1], [2, 2], [1, 1], [5, 5])
-    assert schedule_bound_s(made, costs) == 8 == simulate_schedule(made, costs).makespan
 
 
 @settings(
