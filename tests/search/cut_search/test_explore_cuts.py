@@ -65,6 +65,19 @@ def test_a_spent_budget_ends_it_and_it_says_that_it_is_not_complete(profile_of):
     assert search.stopped_by == "work"
 
 
+@pytest.mark.parametrize("work", [1, 20_000])
+def test_a_budget_that_ends_among_the_cuts_of_one_configuration_is_not_complete(profile_of, work):
+    """Cuts whose bound is below the best time are left, whichever round they were in."""
+    seconds = [1.0, 3.0, 2.0, 5.0, 1.0, 4.0]
+    link = Link(1e-3, 1e2)
+    request = request_for(profile_of(seconds), 3, link, stages=3, micro_batches=2)
+    (one, *_) = SearchSpace(request, shapes(request)).configurations
+    search = PlanSearch(request, work)
+    assert not explore_cuts(search, [one])
+    assert 0 < search.evaluated < 10
+    assert explore_cuts(PlanSearch(request), [one])
+
+
 def test_a_named_partition_method_leaves_nothing_to_explore(profile_of):
     """Its cut is the only one."""
     request = request_for(profile_of([1.0, 3.0]), 2, Link(0.0, 1e12), by="uniform")
