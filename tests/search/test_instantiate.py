@@ -1,5 +1,6 @@
 """Proposals placed out, weighed, and compared."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -15,7 +16,10 @@ from penstock.search.catalogue import plan
 from penstock.search.evaluate import evaluate, infeasible_error
 from penstock.search.instantiate import (
     CLOSE,
+    LEAN,
     best,
+    by_memory,
+    by_time,
     cached_schedule,
     first_of_kind,
     instantiate,
@@ -242,6 +246,39 @@ def test_times_count_as_equal_only_within_a_thousandth(ways):
             lean, steady_state=replace(lean.steady_state, seconds_per_batch=quick.step_s * factor)
         )
         assert (best([slower, quick]) is quick) == (chosen is quick)
+
+
+def test_a_slower_candidate_is_preferred_only_up_to_the_given_seconds(ways):
+    """A plan must not be slower than one that the caller has already; the fastest is always
+    allowed.
+    """
+    quick = ways["gpipe", 8]
+    steady_state = replace(
+        ways["1f1b", 8].steady_state, seconds_per_batch=quick.step_s * (1 + CLOSE / 2)
+    )
+    lean = replace(ways["1f1b", 8], steady_state=steady_state)
+    for most_s, chosen in (
+        (float("inf"), lean),
+        (lean.step_s, lean),
+        (quick.step_s, quick),
+        (0.0, quick),
+    ):
+        assert best([lean, quick], most_s) is chosen
+    assert best([quick], 0.0) is quick
+
+
+def test_of_equally_fast_candidates_the_rest_is_decided_in_a_fixed_order(ways):
+    """Synchronous first, then memory to about 2 %, micro-batches, stages, seconds, names."""
+    base = ways["1f1b", 8]
+    assert base.preference[:4] == (False, round(math.log(max(base.memory)) / LEAN), 8, 4)
+    assert base.preference[4:] == (base.step_s, "1f1b", "never")
+    fuller = replace(base, memory=tuple(2 * size for size in base.memory))
+    assert best([fuller, base]) is base
+    similar = replace(base, memory=tuple(round(1.005 * size) for size in base.memory))
+    slower = replace(base.steady_state, seconds_per_batch=base.step_s * (1 + CLOSE / 2))
+    assert best([replace(base, steady_state=slower), similar]) is similar
+    assert by_time(base) == (base.step_s, base.preference)
+    assert by_memory(base) == (base.memory_ratio, base.preference)
 
 
 def test_a_table_has_the_first_of_each_kind_and_copies_count_as_they_are(ways, profile_of):
