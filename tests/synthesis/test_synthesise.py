@@ -409,3 +409,34 @@ def test_updates_run_early_where_ranks_hold_several_stages():
     at_end = simulate_schedule(replace(found.schedule, programs=moved), costs).makespan
     assert found.makespan < at_end
     verify(found.schedule)
+
+
+def test_the_bound_counts_the_limit_unless_the_best_schedule_moves_activations():
+    """Without limits it is lower, and proves less. BPipe holds activations on other ranks, so that
+    the limits of its stages are no bound for it.
+    """
+    free = lower_bound(problem_of(UNEVEN, 6, Constraints("linear")))
+    for limit, is_bpipe in ((2, False), (3, True)):
+        found = synthesise(UNEVEN, 6, Settings(memory_limit=limit, budget_s=0))
+        bound = lower_bound(problem_of(UNEVEN, 6, Constraints("linear", limit)))
+        assert bound > free
+        assert (found.zoo == "bpipe") == is_bpipe
+        assert found.lower_bound == (free if is_bpipe else bound)
+
+
+def test_the_bound_of_cheaper_pairs_is_lower_only_if_the_best_schedule_has_them():
+    """`fbp-as` runs an F and a B at the same time: where that is cheaper, it is the best."""
+    costs = {"forward": (2.0,) * 3, "backward": (4.0,) * 3}
+    plain = synthesise(Costs(**costs), 6, Settings(split=False, budget_s=0))
+    paired = synthesise(
+        Costs(**costs, forward_backward=(4.0,) * 3), 6, Settings(split=False, budget_s=0)
+    )
+    assert paired.makespan < plain.makespan
+    assert paired.zoo == "fbp-as"
+    assert paired.lower_bound < plain.lower_bound
+    assert paired.lower_bound <= paired.makespan
+    dear = synthesise(
+        Costs(**costs, forward_backward=(9.0,) * 3), 6, Settings(split=False, budget_s=0)
+    )
+    assert dear.makespan == plain.makespan
+    assert dear.lower_bound == plain.lower_bound
