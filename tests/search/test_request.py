@@ -145,3 +145,58 @@ def test_names_are_those_of_the_catalogues_behind_the_door(profile_of):
     assert request.rule is None
     named = replace(request, schedules=None, weights=weight_rule("stash"))
     assert (named.weights, named.rule) == ("stash", weight_rule("stash"))
+
+
+def test_a_layer_that_must_not_be_replicated_allows_no_replicas(profile_of):
+    """The reason is kept for the message."""
+    profile = profile_of([1.0, 2.0])
+    first, second = profile.layers
+    marked = replace(second, single_copy_reason="it counts its calls")
+    request = PlanRequest(replace(profile, layers=(first, marked)), MIXED, 4)
+    assert request.unreplicable_layers == {1: "it counts its calls"}
+    assert request.copies_allowed == 1
+    assert PlanRequest(profile, MIXED, 4).unreplicable_layers == {}
+
+
+def test_memory_is_the_least_of_the_device_and_the_limit(profile_of):
+    """By the rank's device."""
+    request = PlanRequest(profile_of([1.0]), MIXED, 4)
+    assert [request.memory_bytes(rank) for rank in range(3)] == [1000, 500, 1000]
+    limited = replace(request, memory_limit=700)
+    assert [limited.memory_bytes(rank) for rank in range(3)] == [700, 500, 700]
+    assert request.state_per_parameter_byte == 2 + request.profile.optimizer_states
+
+
+def test_parts_of_a_cluster_are_made_once(profile_of):
+    """A search asks for the same ones again and again."""
+    request = PlanRequest(replace(profile_of([1.0, 1.0]), device="fast"), MIXED, 4)
+    assert request.on((1, 2)) is request.on([1, 2])
+    assert request.on((2, 1)) is not request.on((1, 2))
+    assert request.busy_on((0, 1, 2)) is request
+    assert request.busy_on((0, 2)) is request.on((0, 2))
+
+
+def test_devices_that_share_cores_have_the_seconds_of_those_that_are_busy(profile_of):
+    """Two ranks of a node with two cores each: all three busy take half as long again. Other busy
+    ranks slow a rank down as well.
+    """
+    devices = (Device("d", 1000, together=3.0),) * 3
+    shared = Cluster("c", devices, 3, LINK, LINK)
+    request = PlanRequest(profile_of([1.0]), shared, 4)
+    one = shared.slowdown(0, (0,))
+    for chosen, busy in (
+        ((0,), ()),
+        ((0, 1), ()),
+        ((0, 1, 2), ()),
+        ((0,), (0, 1)),
+        ((1,), (0, 1, 2)),
+    ):
+        local = request.busy_on(chosen, busy)
+        assert local.cluster.ranks == len(chosen)
+        for place, rank in enumerate(chosen):
+            factor = shared.slowdown(rank, busy or chosen)
+            (seconds,) = local.profile_of(place).step_seconds(1)
+            assert seconds == pytest.approx(3.0 * factor)
+    assert request.busy_on((0, 1)) is request.busy_on((0, 1))
+    assert request.busy_on((0,), (0, 1)) is not request.busy_on((0,))
+    assert shared.slowdown(0, (0, 1, 2)) > one
