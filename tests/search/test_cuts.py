@@ -182,8 +182,8 @@ def test_a_cut_for_time_ignores_memory_on_unlike_devices_too(profile_of):
 
 
 def test_no_more_micro_batches_than_there_are_count_in_the_cut_for_memory(profile_of):
-    """Layer 0 has activations, the others weights: one micro-batch is in flight, not one for each of
-    the two stages.
+    """Layer 0 has activations, the others weights: one micro-batch is in flight, not one for each
+    of the two stages.
     """
     profile = profile_of(
         [1.0] * 4, activation=[100.0, 0.0, 0.0, 0.0], output=0.0, parameters=[0, 30, 60, 90]

@@ -267,8 +267,8 @@ def test_what_explains_a_plan_is_simulated_with_a_budget_and_time(profile_of):
 def test_several_stages_per_rank_are_cut_again_for_even_ranks_if_they_are_near_the_best(
     profile_of, monkeypatch
 ):
-    """Stages of at most 4 s leave rank 0 with 8 s of 12; with a stage of 5 s both ranks have 6. What
-    is far from the best, or has too many ranks, is not worth a second simulation.
+    """Stages of at most 4 s leave rank 0 with 8 s of 12; with a stage of 5 s both ranks have 6.
+    What is far from the best, or has too many ranks, is not worth a second simulation.
     """
     profile = profile_of([4.0, 1.0, 4.0, 1.0, 1.0, 1.0])
     request = PlanRequest(

@@ -261,8 +261,8 @@ def test_multiples_of_the_ranks_of_a_pipeline_are_tried_too(
 
 
 def test_estimates_count_the_sync_of_replicas_and_the_update(profile_of):
-    """(m + p - 1) times an even share, then the sum of gradients over the devices that hold the same
-    stage, and the update. Levels 2 and 3 of ZeRO sum beside the ops.
+    """(m + p - 1) times an even share, then the sum of gradients over the devices that hold the
+    same stage, and the update. Levels 2 and 3 of ZeRO sum beside the ops.
     """
     link = Link(0.5, 1e5)
     profile = replace(profile_of([1.0] * 4, parameters=1000), update_s_per_byte=1e-3)

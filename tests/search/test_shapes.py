@@ -168,8 +168,8 @@ def test_on_more_than_sixteen_devices_the_divisions_use_nearly_all(profile_of):
 
 
 def test_shares_of_mixed_devices_keep_their_proportions(profile_of):
-    """9 fast and 3 slow devices on 8 layers: six of the fast and two of the slow. Of a kind with few
-    devices at least one stays, also where its share is less.
+    """9 fast and 3 slow devices on 8 layers: six of the fast and two of the slow. Of a kind with
+    few devices at least one stays, also where its share is less.
     """
     kinds = (Device("fast", 10**9, flops=FAST), Device("slow", 10**9, flops=SLOW))
     for counts, layers, expected in (

@@ -93,8 +93,9 @@ CASES = (
 
 @pytest.mark.parametrize(("costs", "memory", "orders"), CASES, ids=["long", "tight"])
 def test_each_style_answers_the_choices_in_its_own_way(costs, memory, orders):
-    """A warm-up forward more or less, a forward that waits for a gradient, a weight gradient that is
-    too long for its gap. Any other program is sound too, so that only the programs show the rule.
+    """A warm-up forward more or less, a forward that waits for a gradient, a weight gradient that
+    is too long for its gap. Any other program is sound too, so that only the programs show the
+    rule.
     """
     seconds = StageSeconds.of(costs, 5)
     for style in STYLES:

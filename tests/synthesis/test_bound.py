@@ -108,8 +108,8 @@ def end_of(ops):
 
 
 class SlowBounds:
-    """Heads and tails of one route by the table of the module: all ops before or after an op, listed
-    anew for each op.
+    """Heads and tails of one route by the table of the module: all ops before or after an op,
+    listed anew for each op.
     """
 
     def __init__(self, problem, counts, route):

@@ -106,8 +106,8 @@ def test_updates_come_in_the_first_idle_time_that_is_long_enough_or_at_the_end()
     ],
 )
 def test_only_the_two_halves_of_one_micro_batch_are_joined(text, joined):
-    """Codes have no micro-batch: the k-th W belongs to the k-th I. One rank never waits, so that all
-    such pairs are joined.
+    """Codes have no micro-batch: the k-th W belongs to the k-th I. One rank never waits, so that
+    all such pairs are joined.
     """
     case = Schedule.parse(text)
     costs = Costs(forward=(1.0,), input_grad=(2.0,), weight_grad=(3.0,))

@@ -189,8 +189,8 @@ def estimates_of(request, devices, replicas, counts):
 def test_placements_of_uneven_replicas_have_the_cut_with_the_least_estimate(
     profile_of, memory, options
 ):
-    """For each numbers of replicas one proposal per placement, the most promising first. Memory that
-    does not suffice costs a third more.
+    """For each numbers of replicas one proposal per placement, the most promising first. Memory
+    that does not suffice costs a third more.
     """
     link = Link(0.0, 1e12)
     devices = (

@@ -128,8 +128,8 @@ def test_nodes_are_a_level_of_their_own(profile_of):
 
 @pytest.mark.parametrize("per_node", [1, 2])
 def test_a_number_of_stages_and_of_replicas_is_kept(profile, per_node):
-    """What is asked for is a limit on the search, not on what is reported; also where nodes would be
-    a level of their own.
+    """What is asked for is a limit on the search, not on what is reported; also where nodes would
+    be a level of their own.
     """
     for stages, most in ((2, 2), (3, 2), (4, 1), (2, None), (3, None)):
         found = plan(

@@ -200,8 +200,9 @@ def with_room(placed: PlacedSchedule, rooms: tuple[int, ...]) -> PlacedSchedule:
     ("schedule", "options"), [("1f1b", ()), ("gpipe", ()), ("seq1f1b", (("slices", 3),))]
 )
 def test_a_rank_may_use_its_memory_to_the_last_byte(unit, schedule, options):
-    """What a selection needs is enough for it. With slices of a third the counts of micro-batches are no whole numbers: rounded too coarsely, they hid some bytes of large
-    models, so that the selection exceeded the memory although another one fitted.
+    """What a selection needs is enough for it. With slices of a third the counts of micro-batches
+    are no whole numbers: rounded too coarsely, they hid some bytes of large models, so that the
+    selection exceeded the memory although another one fitted.
     """
     profile = layers_of([1, 2, 3, 4], [unit, 2 * unit, 3 * unit, 4 * unit], [0, 0, 0, 0])
     placed = placed_on(profile, on(2, 10**15), 16, Proposal((2, 2), schedule, 4, options))
