@@ -174,7 +174,7 @@ def test_a_prediction_has_the_rate_and_a_bound_that_is_not_above_the_step(profil
 
 
 def test_a_plan_carries_what_its_request_and_its_devices_are(profile_of):
-    """So that a run can compare it with what it has: hosts, memory, the optimizer and the sharding."""
+    """So that a run can compare them with its own: hosts, memory, optimizer and sharding."""
     devices = (Device("a", 10**9), Device("b", 2 * 10**9), Device("a", 3 * 10**9))
     link = Link(0.0, 1e12)
     hosts = Cluster("h", devices, 2, link, link, node_of=(0, 0, 1), hosts=("one", "two"))

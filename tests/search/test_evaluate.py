@@ -1,4 +1,4 @@
-"""Memory and time of placed schedules: which recompute is tried, and what is said if nothing fits."""
+"""Memory and time of placed schedules: which recompute is tried, and the error if nothing fits."""
 
 from __future__ import annotations
 

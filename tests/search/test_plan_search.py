@@ -224,7 +224,7 @@ def test_the_work_allowed_follows_from_the_budget_and_the_size_of_the_request(
 
 
 def test_the_clock_ends_a_search_at_85_percent_of_its_limit(profile_of):
-    """The rest is for the plan's table and its suggestions. Without a limit it never ends by time."""
+    """The rest is for the plan's table and suggestions. Without a limit it never ends by time."""
     request = PlanRequest(profile_of([1.0] * 4), on(2), 16, deadline=Deadline(1000.0))
     search = PlanSearch(request)
     assert search.deadline.budget_s == pytest.approx(850, abs=1)

@@ -121,7 +121,7 @@ def test_an_unknown_name_is_refused():
 def test_the_error_is_that_of_the_stages_that_more_micro_batches_would_allow(
     name, ranks, micro_batches, message
 ):
-    """It says how many micro-batches are needed; errors of other numbers of stages would mislead."""
+    """It says how many micro-batches are needed; errors of other stage counts would mislead."""
     with pytest.raises(ScheduleError, match=message):
         schedule_for_ranks(name, ranks, micro_batches)
 

@@ -76,5 +76,5 @@ def test_a_transfer_is_as_fast_as_the_side_with_fewer_devices(one, other, expect
     ],
 )
 def test_an_all_reduce_is_a_ring_over_the_slowest_links(network, place, expected):
-    """2 (k - 1) messages of a k-th of the bytes; those between nodes may have links of their own."""
+    """2 (k - 1) messages of a k-th of the bytes; those between nodes may have other links."""
     assert network.all_reduce(place) == expected
