@@ -184,10 +184,19 @@ def estimates_of(request, devices, replicas, counts):
             yield seconds * (RECOMPUTED if exceeds else 1), count, lengths
 
 
-@pytest.mark.parametrize("memory", [10**12, 9000])
+@pytest.mark.parametrize(
+    ("parameters", "memory"),
+    [
+        ([100, 900, 100, 400], 10**12),
+        ([100, 900, 100, 400], 9000),
+        # Activations of the micro-batches in flight fill these.
+        ([10] * 4, 400),
+        ([10] * 4, 700),
+    ],
+)
 @pytest.mark.parametrize("options", [{}, {"stages": 2}, {"micro_batches": 4}, {"max_replicas": 2}])
 def test_placements_of_uneven_replicas_have_the_cut_with_the_least_estimate(
-    profile_of, memory, options
+    profile_of, parameters, memory, options
 ):
     """For each numbers of replicas one proposal per placement, the most promising first. Memory
     that does not suffice costs a third more.
@@ -199,7 +208,7 @@ def test_placements_of_uneven_replicas_have_the_cut_with_the_least_estimate(
         Device("fast", memory, flops=FAST),
     )
     request = PlanRequest(
-        replace(profile_of([3.0, 1.0, 2.0, 4.0], parameters=[100, 900, 100, 400]), device="fast"),
+        replace(profile_of([3.0, 1.0, 2.0, 4.0], parameters=parameters), device="fast"),
         Cluster("c", devices, 3, link, link),
         8,
         **options,

@@ -335,6 +335,29 @@ def test_ranks_of_several_stages_fit_if_any_selection_does():
     assert taken <= 1.25 * best_taken
 
 
+@pytest.mark.parametrize("rooms", [(10**9, 250), (250, 10**9), (250, 200)])
+def test_the_replica_with_least_memory_decides_whatever_its_rank(rooms):
+    """All replicas of a stage have one selection, which must fit on each of them; and the bound
+    that a search prunes by is that of the fullest.
+    """
+    mega = 10**6
+    profile = layers_of([1, 1, 1], [100 * mega, 50 * mega, 25 * mega], [0, 0, 0])
+    proposal = Proposal((3,), "gpipe", 4, (("replicas", 2),))
+    placed = placed_on(profile, on(2, 10**12), 4, proposal)
+    rooms = tuple(room * mega for room in rooms)
+    tight = with_room(placed, rooms)
+    equal = with_room(placed, (min(rooms),) * 2)
+    chosen = select_recompute(tight, FINE)
+    assert chosen.selection == select_recompute(equal, FINE).selection
+    assert chosen.selection.recomputed
+    assert fits(chosen, rooms)
+    # 2 micro-batches on each rank of 3 s forward and 6 s backward, and what recompute adds.
+    for work in (tight, equal):
+        with pytest.raises(Infeasible):
+            select_recompute(work, FINE, cutoff_s=18.0)
+    assert select_recompute(placed, FINE, cutoff_s=0.0).selection.recomputed == ()
+
+
 def fits(placed: PlacedSchedule, rooms: tuple[int, ...]) -> bool:
     """Whether no rank needs more than it has."""
     return all(size <= room for size, room in zip(needs(placed), rooms, strict=True))
