@@ -226,3 +226,19 @@ def test_of_uneven_micro_batches_each_counts_with_its_own_size():
     # The first micro-batch is the largest, and the last one of the smallest.
     assert bounds[0] == pytest.approx(2 * 1 + (0.5 + 2) + 5 * 15 + (0.5 + 1))
     assert all(bound <= step_s for bound, step_s in zip(bounds, exact, strict=True))
+
+
+def test_before_a_hosts_card_the_ramp_has_both_messages_of_each_boundary():
+    """Stages 0 and 1 are on one host, stage 2 on another: before the first of its messages the card
+    waits for the forwards of both stages and the message between them, and after the last for its
+    way back.
+    """
+    layers = profile_of_layers([1.0, 2.0, 3.0], output=[100.0, 10_000.0, 1.0])
+    inside, between = Link(7.0, 1e12), Link(0.5, 100.0)
+    devices = (Device("d", 10**12, "cpu"),) * 3
+    cluster = Cluster("c", devices, 1, inside, between, node_of=(0, 0, 1))
+    request = PlanRequest(layers, cluster, 4)
+    pipeline = schedule("1f1b", 3, 4)
+    bounds = CutBounds(request, Shape(1, 3, (0, 1, 2)), pipeline, 4).seconds(all_cuts(3, 3))
+    # Four messages of 100 s. An I of stage 0 takes nothing, one of stage 1 takes 2 s.
+    assert bounds.tolist() == pytest.approx([1 + 2 + 7 + 4 * 100 + 7 + 2])
