@@ -262,3 +262,13 @@ def test_a_search_under_limits_finds_most_cuts_that_fit():
         solved += result is not None and result.bottleneck <= 1.1 * exact.bottleneck
     assert possible >= 20
     assert solved >= 0.8 * possible
+
+
+def test_the_average_rank_bounds_a_search_where_few_layers_must_meet():
+    """Two ranks share 9 s, and of the three dearest layers one rank has two, of 4 s at least."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(looped_with_bound.__globals__, "FEW_CUTS", 0)
+        result = looped_with_bound([3.0, 2.0, 2.0, 2.0], 2, 2)
+        assert (result.bottleneck, result.lower_bound) == (5.0, 4.5)
+        result = looped_with_bound([5.0, 2.0, 2.0, 1.0], 2, 2)
+        assert result.lower_bound == 5.0

@@ -161,3 +161,17 @@ def test_numbers_that_do_not_fit_each_other_are_refused(call, message):
     """Kinds, stages and layers are easily mixed up."""
     with pytest.raises(PartitionError, match=message):
         call()
+
+
+def test_every_search_returns_the_kinds_in_the_order_of_the_stages():
+    """Stage 0 must be of the kind that is fast at layer 0, whichever number the kind has."""
+    seconds = [[9.0, 1.0, 1.0, 1.0], [1.0, 9.0, 9.0, 9.0]]
+    for states in (10**9, 0):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ordered, "PAIRS", 0)
+            patch.setattr(ordered, "STATES", states)
+            assert best_order(seconds, [1, 1], 2) == ([1, 3], [1, 0])
+    for pairs in (10**9, 0):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ordered, "PAIRS", pairs)
+            assert best_order(seconds[::-1], [1, 1], 2) == ([1, 3], [0, 1])

@@ -196,3 +196,17 @@ def test_no_bound_tried_one_after_another_gives_a_smaller_sum_with_its_slowest(s
         least = min(sum(times(table, cut)) + factor * max(times(table, cut)) for cut in cuts if cut)
         found = times(table, replicated_sum(table, factor, exactly=exactly))
         assert sum(found) + factor * max(found) == pytest.approx(least, rel=1e-12)
+
+
+@pytest.mark.parametrize("seed", [37, 43])
+def test_the_smallest_sum_is_found_on_both_sides_of_a_bound(seed):
+    """Tables of whole numbers in which the best bound is the first or the last of an interval."""
+    rng = np.random.default_rng(seed)
+    table = rng.integers(1, 30, (5, 5, 4)).astype(float)
+    for factor in (0.5, 1.0, 2.0, 5.0):
+        values = []
+        for way in every_way(4, 3):
+            seconds = times(table, way)
+            values.append(sum(seconds) + factor * max(seconds))
+        found = times(table, replicated_sum(table, factor, exactly=False))
+        assert sum(found) + factor * max(found) == min(values)

@@ -7,8 +7,13 @@ import pytest
 from penstock.cluster.cluster import Cluster, Device, Link
 from penstock.plan.plan import Plan
 from penstock.schedule.catalogue import schedule
-from penstock.search.best_pipeline import is_pipeline
+from penstock.search.best_pipeline import best_pipeline, is_pipeline, pipeline_note
 from penstock.search.catalogue import plan
+from penstock.search.plan_search import PlanSearch
+from penstock.search.proposal import Proposal
+from penstock.search.request import PlanRequest
+from penstock.search.search_space import SearchSpace
+from penstock.search.shapes import shapes
 
 FREE = Link(0.0, 1e12)
 
@@ -74,3 +79,67 @@ def test_one_rank_of_several_is_compared_with_their_pipeline(profile_of):
     single = plan(profile_of([1.0, 1.0]), cluster, 4, budget_s=19)
     assert single.ranks == 1
     assert "one rank alone is faster: the pipeline is limited by " in str(single)
+
+
+def searched(profile, cluster, proposals, **options):
+    """A search that has evaluated these proposals, with its space."""
+    request = PlanRequest(profile, cluster, 16, **options)
+    search = PlanSearch(request)
+    for proposal in proposals:
+        search.evaluate(proposal, force=True)
+    return search, SearchSpace(request, shapes(request))
+
+
+def test_the_pipeline_is_as_fast_as_any_that_was_evaluated_or_skipped(profile_of):
+    """What a search skipped, because it could not beat data parallelism, is simulated here."""
+    profile = profile_of([1.0, 2.0, 1.0, 3.0], fixed=0.1)
+    parallel = Proposal((4,), "1f1b", 2, (("replicas", 2),))
+    search, space = searched(profile, on(2), [parallel], budget_s=19)
+    (chosen,) = search.feasible
+    pipeline = best_pipeline(search, space, chosen)
+    for proposal in (Proposal((2, 2), "1f1b", 16), Proposal((3, 1), "zb-h1", 16)):
+        search.evaluate(proposal, force=True)
+        (_, *others) = search.feasible
+        assert pipeline.step_s <= min(other.step_s for other in others) * (1 + 1e-9)
+    assert is_pipeline(pipeline.placed.schedule)
+    # A chosen pipeline needs no other.
+    assert best_pipeline(search, space, search.feasible[1]) is None
+
+
+def test_the_note_has_the_idle_time_of_both_and_what_limits_the_pipeline(profile_of):
+    """Of one rank the idle time says nothing."""
+    profile = profile_of([1.0, 2.0, 1.0, 3.0])
+    search, _ = searched(
+        profile,
+        on(2),
+        [
+            Proposal((4,), "1f1b", 2, (("replicas", 2),)),
+            Proposal((3, 1), "1f1b", 16),
+            Proposal((4,), "1f1b", 16),
+        ],
+    )
+    parallel, pipeline, single = search.feasible
+    bubble = pipeline.steady_state.bubble_ratio
+    assert pipeline_note(parallel, pipeline) == (
+        "the plan above is faster because each of its ranks holds the whole model: no activations "
+        f"cross, and a rank idles for 0% of the step instead of {bubble:.0%}; the pipeline is "
+        f"limited by {pipeline.bottleneck}"
+    )
+    assert pipeline_note(single, pipeline) == (
+        f"one rank alone is faster: the pipeline is limited by {pipeline.bottleneck}"
+    )
+
+
+def test_chimera_counts_as_a_pipeline_from_four_ranks_on(profile_of):
+    """On two ranks each holds both stages, so that its configurations are left out there."""
+    profile = profile_of([1.0] * 4)
+    for ranks, expected in ((2, None), (4, "chimera")):
+        parallel = Proposal((4,), "1f1b", ranks, (("replicas", ranks),))
+        search, space = searched(
+            profile, on(ranks), [parallel], schedules=("chimera",), stages=ranks, budget_s=19
+        )
+        search.feasible.clear()
+        everything = PlanSearch(PlanRequest(profile, on(ranks), 16))
+        chosen = everything.evaluate(parallel)
+        pipeline = best_pipeline(search, space, chosen)
+        assert (pipeline and pipeline.placed.schedule.name) == expected

@@ -5,9 +5,14 @@ import pytest
 from penstock.cluster.cluster import cluster
 from penstock.errors import PlanError
 from penstock.search.best_plan import best_plan, plan_proposal
+from penstock.search.evaluate import evaluate
+from penstock.search.instantiate import instantiate
 from penstock.search.proposal import Objective, Proposal
 from penstock.search.request import PlanRequest
 from penstock.simulate.plan_costs import simulate_plan
+from penstock.synthesis.deadline import Deadline
+
+TWO = cluster("2xV100-NVLink")
 
 
 def request(profile_of, **options):
@@ -77,3 +82,41 @@ def test_a_proposal_needs_the_layers_of_the_model(profile_of):
     """Another number is a mistake of the planner, and no plan."""
     with pytest.raises(Exception, match="sums to 3, but the model has 4 layers"):
         plan_proposal(request(profile_of), Proposal((2, 1), "1f1b", 8))
+
+
+def test_a_time_limit_ends_the_proposals_once_one_fits_and_the_plan_says_so(profile_of):
+    """What does not fit is no plan: the next proposal is tried although the time is up."""
+    slow, fast = Proposal((4,), "gpipe", 1), Proposal((1,) * 4, "1f1b", 8)
+    late = request(profile_of, deadline=Deadline(0))
+    found = best_plan(late, [slow, fast])
+    assert found.lengths == (4,)
+    assert found.search_note.startswith("search cut short by the clock, at time_limit_s")
+    assert best_plan(late, [Proposal((1,) * 5, "1f1b", 8), fast]).lengths == (1, 1, 1, 1)
+    in_time = best_plan(request(profile_of, deadline=Deadline(1000)), [slow, fast])
+    assert (in_time.lengths, in_time.search_note) == ((1, 1, 1, 1), "")
+    assert best_plan(late, [fast]).search_note == ""
+
+
+def test_what_does_not_fit_is_in_no_table_of_a_plan(profile_of):
+    """Only proposals that fit compete, and a slower one that fits is chosen."""
+    full = Proposal((1, 3), "gpipe", 8, recompute="never")
+    lean = Proposal((2, 2), "1f1b", 8, recompute="always")
+    profile = profile_of([1.0] * 4, parameters=100)
+    limit = max(plan_proposal(PlanRequest(profile, TWO, 8), lean).predicted.peak_memory)
+    found = best_plan(PlanRequest(profile, TWO, 8, memory_limit=limit), [full, lean])
+    assert [row.lengths for row in found.candidates] == [(2, 2)]
+    assert found.recompute == "always"
+
+
+def test_rows_that_differ_only_in_the_recompute_are_one_kind_and_the_fastest_is_shown(profile_of):
+    """The selection of the chosen plan is searched again at fine precision."""
+    proposals = [
+        Proposal((2, 2), "1f1b", 8, recompute=recompute) for recompute in ("always", "never")
+    ]
+    found = best_plan(request(profile_of), proposals)
+    assert [row.recompute for row in found.candidates] == ["never"]
+    selective = Proposal((2, 2), "gpipe", 8, recompute="selective")
+    profile = profile_of([1.0, 1.1, 1.2, 1.3], parameters=0)
+    tight = PlanRequest(profile, TWO, 8, memory_limit=1300)
+    (coarse,) = evaluate(instantiate(tight, selective))
+    assert plan_proposal(tight, selective).predicted.step_s <= coarse.step_s

@@ -6,8 +6,13 @@ import pytest
 from tests.search.random_requests import FAST, SLOW
 
 from penstock.cluster.cluster import Cluster, Device, Link, cluster
+from penstock.plan.segments import Selection
+from penstock.plan.sharding import Sharding
+from penstock.schedule.recompute import Recompute
 from penstock.search.best_plan import best_plan, plan_proposal
-from penstock.search.build_plan import ROWS, data_parallel_s, one_device_s
+from penstock.search.build_plan import ROWS, build_plan, data_parallel_s, one_device_s
+from penstock.search.evaluate import evaluate
+from penstock.search.instantiate import Evaluated, instantiate
 from penstock.search.proposal import Proposal
 from penstock.search.request import PlanRequest
 from penstock.simulate.plan_costs import simulate_plan
@@ -132,3 +137,100 @@ def test_ranks_compute_as_long_as_the_simulation_says(profile_of):
     busy_s = simulate_plan(plan, profile, FOUR).busy
     assert plan.predicted.busy_s == pytest.approx(busy_s)
     assert busy_s[0] == pytest.approx(16 * (1 + 2))
+
+
+@pytest.mark.parametrize(
+    ("recompute", "more_work", "less_kept"),
+    [
+        ("never", 0.0, 0.0),
+        # Forwards of 4 layers again: 4 of 12 s; instead of 100 bytes per layer the input of each
+        # stage, 10 bytes of 200.
+        ("always", 4 / 12, 1 - 10 / 200),
+        # All micro-batches but the last.
+        ("except_last", 3 / 4 * 4 / 12, 3 / 4 * (1 - 10 / 200)),
+    ],
+)
+def test_a_plan_tells_what_recompute_adds_and_saves(profile_of, recompute, more_work, less_kept):
+    """As shares of the work and the activations without it."""
+    request = PlanRequest(profile_of([1.0] * 4), FOUR, 16)
+    found = plan_proposal(request, Proposal((2, 2), "gpipe", 4, recompute=recompute)).predicted
+    assert found.more_work == pytest.approx(more_work)
+    assert found.less_kept == pytest.approx(less_kept)
+    assert bool(found.busy_s) == (recompute == "never")
+
+
+def test_a_prediction_has_the_rate_and_a_bound_that_is_not_above_the_step(profile_of):
+    """Rounding may put a bound above the step, and a plan may be better than the space it is of."""
+    request = PlanRequest(profile_of([1.0] * 4), FOUR, 16)
+    chosen = evaluate(instantiate(request, Proposal((2, 2), "1f1b", 4)))[-1]
+    for bound_s, expected in ((0.0, 0.0), (3.0, 3.0), (1e9, chosen.step_s)):
+        predicted = build_plan(request, chosen, lower_bound_s=bound_s).predicted
+        assert predicted.lower_bound_s == expected
+    assert predicted.samples_per_s == pytest.approx(16 / chosen.step_s)
+    assert predicted.bubble_ratio == chosen.steady_state.bubble_ratio
+    assert predicted.peak_memory == chosen.memory
+    assert predicted.one_device_s == one_device_s(request)
+    assert predicted.data_parallel_s == data_parallel_s(request)
+
+
+def test_a_plan_carries_what_its_request_and_its_devices_are(profile_of):
+    """So that a run can compare them with its own: hosts, memory, optimizer and sharding."""
+    devices = (Device("a", 10**9), Device("b", 2 * 10**9), Device("a", 3 * 10**9))
+    link = Link(0.0, 1e12)
+    hosts = Cluster("h", devices, 2, link, link, node_of=(0, 0, 1), hosts=("one", "two"))
+    profile = profile_of([1.0] * 4)
+    request = PlanRequest(
+        {"a": profile, "b": profile}, hosts, 16, optimizer="AdamW", optimizer_fused=True
+    )
+    made = plan_proposal(request, Proposal((2, 2), "1f1b", 4, devices=(1, 2)))
+    assert made.cluster_devices == (("one", "a"), ("one", "b"), ("two", "a"))
+    assert made.memory_limits == (2 * 10**9, 3 * 10**9)
+    assert (made.cluster, made.cluster_ranks) == ("h", 3)
+    assert (made.optimizer, made.optimizer_fused) == ("AdamW", True)
+    assert made.optimizer_states == request.profile.optimizer_states
+    assert made.layer_names == tuple(layer.name for layer in profile)
+    assert (made.recomputed, made.segment_starts) == ((), ())
+    plain = plan_proposal(PlanRequest(profile, FOUR, 16), Proposal((2, 2), "1f1b", 4))
+    assert (plain.cluster_devices, plain.optimizer, plain.optimizer_fused) == ((), "", False)
+    limited = replace(request, memory_limit=2 * 10**9 + 5)
+    made = plan_proposal(limited, Proposal((2, 2), "1f1b", 4, devices=(1, 2)))
+    assert made.memory_limits == (2 * 10**9, 2 * 10**9 + 5)
+    shared = replace(request, sharding=Sharding(2, sequence_parallel=True, zero=1))
+    made = plan_proposal(shared, Proposal((2, 2), "1f1b", 4))
+    assert (made.tensor_parallel, made.sequence_parallel, made.zero) == (2, True, 1)
+    assert made.cluster_ranks == 6
+
+
+def test_a_selective_plan_lists_its_recomputed_layers(profile_of):
+    """And where a segment begins behind another one."""
+    request = PlanRequest(profile_of([1.0] * 4, parameters=0), FOUR, 16)
+    placed = instantiate(request, Proposal((4,), "gpipe", 4))
+    selection = Selection((0, 1, 3), (1,))
+    chosen = Evaluated(
+        placed.with_selective_recompute(selection), Recompute.SELECTIVE, (1,), 0.5, ""
+    ).simulated()
+    made = build_plan(request, chosen)
+    assert (made.recompute, made.recomputed, made.segment_starts) == ("selective", (0, 1, 3), (1,))
+    assert made.predicted.more_work == pytest.approx(3 / 12)
+
+
+def test_the_chosen_candidate_is_the_first_row_and_no_other_one(profile_of):
+    """Also if it is not the first of the candidates."""
+    request = PlanRequest(profile_of([1.0] * 4), FOUR, 16)
+    rows = [
+        evaluate(instantiate(request, Proposal((2, 2), name, 4)))[-1]
+        for name in ("gpipe", "1f1b", "zb-h1")
+    ]
+    made = build_plan(request, rows[1], rows)
+    assert [row.schedule for row in made.candidates] == ["1f1b", "gpipe", "zb-h1"]
+    assert [row.schedule for row in build_plan(request, rows[1]).candidates] == ["1f1b"]
+
+
+def test_seconds_of_data_parallelism_leave_out_what_the_slowest_sum_hides(profile_of):
+    """Unlike devices: the one that hides least counts."""
+    profiles = {"fast": profile_of([1.0, 1.0]), "slow": profile_of([2.0, 2.0])}
+    request = PlanRequest(profiles, MIXED, 8)
+    whole = data_parallel_s(request)
+    sums = 2 * (LINK.latency_s + 2000 / 2 / LINK.bandwidth_bytes_per_s)
+    slowest = 4 * 12
+    assert slowest < whole <= slowest + sums

@@ -5,8 +5,9 @@ import pytest
 from penstock.cluster.cluster import cluster
 from penstock.errors import PlanError, SettingError, UnknownName
 from penstock.plan.plan import Plan
+from penstock.plan.sharding import Sharding, ShardingOptions
 from penstock.profile.profile import Profile
-from penstock.search.catalogue import PLANNERS, plan
+from penstock.search.catalogue import PLANNERS, TIME_LIMIT_S, make_request, plan
 
 
 @pytest.mark.parametrize("name", list(PLANNERS.entries()))
@@ -111,3 +112,66 @@ def test_memory_limits_are_read_with_their_unit(profile_of):
     assert plan(profile, cluster(2), 16, memory_limit="2 KiB", **numbers) == plan(
         profile, cluster(2), 16, memory_limit=2048, **numbers
     )
+
+
+def test_a_request_has_the_arguments_of_plan_in_the_form_that_planners_read(profile_of):
+    """Texts are parsed once, lists are tuples, and what is left out has its default."""
+    profile = profile_of([1.0] * 3)
+    plain = make_request(profile, cluster(2), 8)
+    assert (plain.schedules, plain.memory_limit, plain.by) == (None, None, "bottleneck")
+    assert (plain.weights_options, plain.optimizer, plain.optimizer_fused) == ((), None, False)
+    assert plain.sharding == Sharding()
+    assert plain.sharding_options == ShardingOptions(None, None, 0)
+    assert plain.deadline.budget_s == TIME_LIMIT_S
+    full = make_request(
+        profile,
+        cluster(2),
+        8,
+        schedules="dapple",
+        memory_limit="2 KiB",
+        partition=[1, 2],
+        optimizer="adam",
+        tensor_parallel=1,
+        sequence_parallel=False,
+        zero=2,
+        time_limit_s=7.0,
+        max_replicas=1,
+    )
+    assert (full.schedules, full.memory_limit, full.by) == (("1f1b",), 2048, (1, 2))
+    assert (full.optimizer, full.profile.optimizer_states) == ("Adam", 2.0)
+    assert full.sharding == Sharding(zero=2)
+    assert full.sharding_options == ShardingOptions(1, False, 2)
+    assert (full.deadline.budget_s, full.max_replicas) == (7.0, 1)
+    numbered = make_request(profile, cluster(2), 8, optimizer=3)
+    assert (numbered.optimizer, numbered.profile.optimizer_states) == (None, 3.0)
+    open_level = make_request(profile, cluster(2), 8, zero=None)
+    assert (open_level.sharding.zero, open_level.sharding_options.zero) == (0, None)
+    rule = make_request(
+        profile,
+        cluster(2),
+        8,
+        asynchronous=True,
+        weights="pipemare",
+        weights_options={"decay": "0.5", "warm_up": 3},
+    )
+    assert rule.weights_options == (("decay", 0.5), ("warm_up", 3.0))
+    endless = make_request(profile, cluster(2), 8, time_limit_s=float("inf"))
+    assert endless.deadline.budget_s == float("inf")
+
+
+@pytest.mark.parametrize("limit", [-1, float("nan")])
+def test_a_time_limit_is_0_or_more(profile_of, limit):
+    """A search without time still returns the first plan that fits."""
+    with pytest.raises(PlanError, match=f"time_limit_s is {limit!r}; it must be 0 s or more"):
+        make_request(profile_of([1.0]), cluster(1), 1, time_limit_s=limit)
+    assert make_request(profile_of([1.0]), cluster(1), 1, time_limit_s=0).deadline.budget_s == 0
+
+
+def test_a_width_needs_a_profile_with_costs_of_it(profile_of):
+    """One device per layer is what every profile has."""
+    profile = profile_of([1.0])
+    make_request(profile, cluster(1), 1, tensor_parallel=1)
+    with pytest.raises(PlanError, match="tensor_parallel is 2, and the profile has no costs"):
+        make_request(profile, cluster(1), 1, tensor_parallel=2)
+    with pytest.raises(PlanError, match="tensor_parallel is 2, and the profile has no costs"):
+        make_request({"cpu": profile}, cluster(1), 1, tensor_parallel=2)

@@ -9,6 +9,7 @@ import pytest
 from penstock.cluster.cluster import Cluster, Device, Link
 from penstock.errors import PlanError
 from penstock.schedule.catalogue import schedule
+from penstock.search import check_plan
 from penstock.search.best_plan import plan_proposal
 from penstock.search.catalogue import PLANNERS, plan
 from penstock.search.check_plan import checked_plan
@@ -134,3 +135,138 @@ def test_plan_asks_the_check_of_a_contributed_planner(profile_of, request):
     with pytest.raises(PlanError, match=r"micro_batches: 4 in the plan, 2 requested") as caught:
         plan(profile_of([1.0] * 4), cluster_of(2), 16, planner="careless", micro_batches=2)
     assert "planner 'careless' returned a plan" in str(caught.value)
+
+
+def findings(plan, request):
+    """The differences that the check lists, one per line."""
+    try:
+        checked_plan(plan, request, "mine")
+    except PlanError as error:
+        return [line.strip() for line in str(error).splitlines()[1:-1]]
+    return []
+
+
+@pytest.mark.parametrize(
+    ("change", "finding"),
+    [
+        (
+            {"fingerprint": "other"},
+            "model: the plan is for 4 layers with fingerprint other, the profile has 4 with abc",
+        ),
+        ({"batch": 32}, "batch: 32 in the plan, 16 requested"),
+        ({"cluster_ranks": 3}, "devices: the plan is 2 ranks of 3, and c has 2"),
+    ],
+)
+def test_a_plan_for_another_model_batch_or_cluster_is_refused(request_of, change, finding):
+    """Each would train to other numbers, or not at all."""
+    made = a_plan(request_of())
+    assert findings(made, request_of()) == []
+    assert findings(replace(made, **change), request_of()) == [finding]
+
+
+def test_a_plan_of_more_ranks_than_devices_is_refused(profile_of):
+    """Whatever it says about its cluster."""
+    wide = a_plan(PlanRequest(profile_of([1.0] * 4), cluster_of(4), 16), lengths=(1,) * 4)
+    narrow = PlanRequest(profile_of([1.0] * 4), cluster_of(2), 16)
+    assert findings(wide, narrow) == ["devices: the plan is 4 ranks of 4, and c has 2"]
+    assert findings(replace(wide, cluster_ranks=2), narrow) == [
+        "devices: the plan is 4 ranks of 2, and c has 2"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("asked", "finding"),
+    [
+        ({"tensor_parallel": 2}, "tensor_parallel: 1 in the plan, 2 requested"),
+        ({"sequence_parallel": True}, "sequence_parallel: False in the plan, True requested"),
+        ({"zero": 1}, "zero: 0 in the plan, 1 requested"),
+        ({"tensor_parallel": 1, "sequence_parallel": False, "zero": 0}, None),
+        ({"zero": None}, None),
+    ],
+)
+def test_sharding_is_what_was_requested_or_left_open(request_of, asked, finding):
+    """None leaves it to the planner."""
+    request = request_of()
+    options = replace(request.sharding_options, **asked)
+    made = a_plan(request)
+    assert findings(made, replace(request, sharding_options=options)) == (
+        [finding] if finding else []
+    )
+
+
+def test_memory_is_that_of_the_device_on_which_a_rank_is(profile_of):
+    """Rank 0 may be on device 1; all ranks that exceed their memory are listed."""
+    profile = profile_of([1.0] * 4)
+    devices = (Device("small", 5000), Device("large", 10**9))
+    cluster = Cluster("c", devices, 2, LINK, LINK)
+    roomy = PlanRequest(profile, cluster_of(2), 16)
+    request = PlanRequest({"small": profile, "large": profile}, cluster, 16)
+    made = a_plan(roomy, devices=(1, 0), recompute="never")
+    first, second = made.predicted.peak_memory
+    assert second > 5000
+    (finding,) = findings(made, request)
+    assert finding.startswith("memory: rank 1 needs ")
+    assert finding.endswith(" on device 0")
+    in_order = replace(made, devices=())
+    (finding,) = findings(in_order, request)
+    assert finding.startswith("memory: rank 0 needs ")
+    exact = replace(cluster, devices=(Device("small", second), Device("large", first)))
+    assert findings(made, replace(request, cluster=exact)) == []
+    tight = replace(cluster, devices=(Device("small", second - 1), Device("large", first - 1)))
+    assert len(findings(made, replace(request, cluster=tight))) == 2
+
+
+def test_an_asynchronous_or_sliced_schedule_must_be_requested(request_of):
+    """Slices of sequences are right only for causal models: the schedule must be named."""
+    stream = a_plan(request_of(asynchronous=True), schedule="pipedream", micro_batches=1)
+    assert findings(stream, request_of(asynchronous=True)) == []
+    assert findings(stream, request_of()) == [
+        "asynchronous: pipedream is asynchronous, and synchronous schedules were requested"
+    ]
+    named = request_of(schedules=("seq1f1b",))
+    sliced = a_plan(named, schedule="seq1f1b")
+    assert findings(sliced, named) == []
+    assert findings(sliced, request_of()) == [
+        "schedules: seq1f1b cuts sequences, which only causal models allow: it must be named"
+    ]
+    halves = a_plan(request_of(), schedule="autopipe")
+    assert findings(halves, request_of()) == []
+
+
+def test_in_one_stage_any_schedule_is_the_one_that_was_named(request_of):
+    """All of them run one op after the other there. A synchronous plan is right for any request."""
+    single = a_plan(request_of(), lengths=(4,))
+    assert findings(single, request_of(schedules=("gpipe",))) == []
+    assert findings(a_plan(request_of()), request_of(asynchronous=True)) == []
+
+
+def test_plans_of_very_many_ops_are_not_verified(request_of, monkeypatch):
+    """Verification would take as long as planning; one op less is verified."""
+    verified = []
+    monkeypatch.setattr(check_plan, "verify", lambda *_, **options: verified.append(options))
+    made = a_plan(request_of())
+    ops = sum(map(len, made.programs))
+    for most, count in ((ops, 1), (ops - 1, 0)):
+        verified.clear()
+        monkeypatch.setattr(check_plan, "MOST_OPS", most)
+        checked_plan(made, request_of(), "mine")
+        assert len(verified) == count
+    monkeypatch.setattr(check_plan, "MOST_OPS", 10**6)
+    stream = a_plan(request_of(asynchronous=True), schedule="pipedream", micro_batches=1)
+    checked_plan(stream, request_of(asynchronous=True), "mine")
+    # A stream is verified with the weight rule that it runs with.
+    assert verified == [{"weights": stream.weights}]
+
+
+def test_options_of_the_weight_rule_are_those_requested_in_any_order(request_of):
+    """A rule with another decay trains to other numbers."""
+    options = (("decay", 0.25), ("warm_up", 3.0))
+    request = request_of(
+        asynchronous=True, weights="pipemare", weights_options=options, schedules=("pipedream",)
+    )
+    made = a_plan(request, schedule="pipedream", micro_batches=1)
+    assert findings(made, request) == []
+    assert findings(replace(made, weights_options=options[::-1]), request) == []
+    assert findings(replace(made, weights_options=(("decay", 0.5),)), request) == [
+        "weights_options: {'decay': 0.5} in the plan, {'decay': 0.25, 'warm_up': 3.0} requested"
+    ]

@@ -10,7 +10,7 @@ from tests.search.random_requests import clusters, profiles, unlike
 from penstock.cluster.cluster import Cluster, Device, Link, cluster
 from penstock.errors import UnknownName
 from penstock.partition.catalogue import partition
-from penstock.search.cuts import cut
+from penstock.search.cuts import cut, layer_bytes
 from penstock.search.request import PlanRequest
 from penstock.simulate.plan_costs import stage_costs
 
@@ -169,3 +169,56 @@ def test_other_placements_have_no_such_cut(profile_of):
         cut(PlanRequest(profile_of([1.0] * 4), cluster("2xV100-NVLink"), 1), (1, 0), 1, "ranks")
         is None
     )
+
+
+def test_a_cut_for_time_ignores_memory_on_unlike_devices_too(profile_of):
+    """What does not fit is cut again within the limits, or recomputed."""
+    devices = (Device("slow", 1), Device("fast", 1))
+    link = Link(0.0, 1e12)
+    profiles = {"slow": profile_of([2.0] * 6), "fast": profile_of([1.0] * 6)}
+    request = PlanRequest(profiles, Cluster("c", devices, 2, link, link), batch=1)
+    assert cut(request, (0, 1), 1, "time") == (2, 4)
+    assert cut(request, (0, 1), 1, "limits", (1, 1)) is None
+
+
+def test_no_more_micro_batches_than_there_are_count_in_the_cut_for_memory(profile_of):
+    """Layer 0 has activations, the others weights: one micro-batch is in flight, not one for each
+    of the two stages.
+    """
+    profile = profile_of(
+        [1.0] * 4, activation=[100.0, 0.0, 0.0, 0.0], output=0.0, parameters=[0, 30, 60, 90]
+    )
+    request = PlanRequest(profile, cluster("2xV100-NVLink"), 1)
+    (weights, activations) = layer_bytes(request, 1)
+    once = [w + a for w, a in zip(weights, activations, strict=True)]
+    expected = tuple(partition(profile, 2, by="bottleneck", costs=once))
+    assert cut(request, (0, 1), 1, "memory") == expected
+    twice = [w + 2 * a for w, a in zip(weights, activations, strict=True)]
+    assert tuple(partition(profile, 2, by="bottleneck", costs=twice)) != expected
+
+
+@pytest.mark.parametrize(
+    ("places", "seconds"),
+    [((0, 1, 1, 0), [1, 1, 4, 1, 1, 1]), ((0, 1, 0, 1), [3, 1, 4, 1, 1, 2])],
+)
+def test_links_count_where_ranks_have_several_stages(profile_of, places, seconds):
+    """Of the cuts within 2 % of the busiest rank or link that is best, the one whose largest stage
+    is smallest; all crossings between two ranks share their link.
+    """
+    output = [1.0, 300.0, 20.0, 10.0, 500.0, 1.0]
+    profile = profile_of([float(value) for value in seconds], output=output)
+    link = Link(0.5, 100.0)
+    request = PlanRequest(profile, Cluster("c", (Device("d", 10**12),) * 2, 2, link, link), 2)
+
+    def loads(lengths):
+        ranks, crossing, start = [0.0, 0.0], 0.0, 0
+        for stage, (place, length) in enumerate(zip(places, lengths, strict=True)):
+            ranks[place] += sum(profile.step_seconds(2)[start : start + length])
+            start += length
+            if stage + 1 < len(places) and places[stage + 1] != place:
+                crossing += link.transfer_seconds(2 * output[start - 1])
+        return max(*ranks, crossing)
+
+    chosen = cut(request, places, 1, "ranks")
+    best = min(loads(lengths) for lengths in every_cut(6, 4))
+    assert loads(chosen) <= best * 1.02 * (1 + 1e-9)

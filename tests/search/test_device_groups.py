@@ -9,9 +9,18 @@ from penstock.cluster.groups import group_devices
 from penstock.errors import ClusterError, PlanError
 from penstock.export.catalogue import exported
 from penstock.plan.plan import Plan
-from penstock.plan.sharding import Sharding
+from penstock.plan.sharding import Sharding, ShardingOptions
 from penstock.profile.matrix_product import MatrixProduct
 from penstock.profile.transformer import Transformer, transformer_profile
+from penstock.search.device_groups import (
+    SIZES,
+    _configurations,
+    best_zero_level,
+    group_requests,
+    has_groups,
+)
+from penstock.search.request import PlanRequest
+from penstock.search.search_space import SearchSpace
 from penstock.simulate.costs import Costs
 from penstock.simulate.gradient_sync import all_reduce_seconds
 from penstock.simulate.plan_costs import simulate_plan
@@ -173,3 +182,140 @@ def test_groups_that_cannot_be_formed_are_refused(profile):
         ps.plan(replace(profile, widths=()), CLUSTER, 32, tensor_parallel=2)
     with pytest.raises(PlanError, match="tensor_parallel: 1 in the plan, 4 requested"):
         ps.plan(profile, CLUSTER, 32, tensor_parallel=4, planner="dapple")
+
+
+@pytest.mark.parametrize(
+    ("options", "shardings"),
+    [
+        ((None, None, 0), [(1, False, 0), (2, True, 0), (4, True, 0), (8, True, 0)]),
+        ((4, None, 1), [(4, True, 1)]),
+        ((4, False, 0), [(4, False, 0)]),
+        ((1, None, None), [(1, False, 0), (1, False, 1), (1, False, 2), (1, False, 3)]),
+        ((None, True, 2), [(2, True, 2), (4, True, 2), (8, True, 2)]),
+        ((None, False, 3), [(1, False, 3), (2, False, 3), (4, False, 3), (8, False, 3)]),
+    ],
+)
+def test_each_way_to_share_stages_is_a_request_of_its_own(profile, options, shardings):
+    """A group is a device there: the profile has no other widths, and the cluster as many ranks as
+    groups.
+    """
+    request = PlanRequest(profile, CLUSTER, 32)
+    requests = group_requests(request, ShardingOptions(*options))
+    assert [group.sharding for group in requests] == [Sharding(*row) for row in shardings]
+    widths = {
+        (shared.tensor_parallel, shared.sequence_parallel): shared for shared in profile.widths
+    }
+    for group in requests:
+        count, parallel = group.sharding.tensor_parallel, group.sharding.sequence_parallel
+        assert group.cluster.ranks == 16 // count
+        assert not group.profile.widths
+        shared = profile if count == 1 else widths[count, parallel]
+        assert group.profile.layers == shared.layers
+    assert has_groups(request)
+    assert not has_groups(requests[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "cluster", "reasons"),
+    [
+        ((1, True, 0), CLUSTER, ["sequence parallelism needs tensor_parallel of 2 or more"]),
+        ((16, None, 0), CLUSTER, ["only for layers on 1, 2, 4, 8 devices"]),
+        ((8, None, None), ps.cluster("2x4xA100-80-NVLink-IB200"), ["no groups of 8 devices"]),
+    ],
+)
+def test_without_any_group_the_reasons_are_given_once_each(profile, options, cluster, reasons):
+    """All levels of ZeRO fail for the same reason."""
+    with pytest.raises(PlanError, match="no device groups can be formed") as caught:
+        group_requests(PlanRequest(profile, cluster, 32), ShardingOptions(*options))
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 1 + len(reasons)
+    for line, reason in zip(lines[1:], reasons, strict=True):
+        assert reason in line
+
+
+def configurations_of(profile, ranks, batch, **options):
+    """The configurations of single devices: pipelines, ranks, stages and micro-batches."""
+    cluster = ps.cluster(f"{ranks}xA100-80-NVLink")
+    request = PlanRequest(replace(profile, widths=()), cluster, batch, **options)
+    return [
+        (
+            entry.shape.pipelines,
+            entry.shape.ranks,
+            entry.stages,
+            entry.micro_batches,
+            entry.schedule,
+        )
+        for entry in _configurations(request, SearchSpace(request, []))
+    ]
+
+
+@pytest.mark.parametrize(("ranks", "batch"), [(8, 24), (6, 32), (12, 7)])
+def test_numbers_of_pipelines_and_micro_batches_divide_the_batch(profile, ranks, batch):
+    """Pipelines have all ranks there are, or the nearest number that divides the blocks between the
+    embedding and the head.
+    """
+    layers = len(profile)
+    blocks = layers - 2
+    expected = set()
+    for pipelines in range(1, min(ranks, batch) + 1):
+        if batch % pipelines:
+            continue
+        longest = min(ranks // pipelines, layers)
+        even = max(count for count in range(1, longest + 1) if blocks % count == 0)
+        for count in {longest, even} if 2 * even > longest - longest % 2 else {longest}:
+            for size in SIZES:
+                if batch // pipelines % size == 0:
+                    expected.add((pipelines, count, count, batch // size, "1f1b"))
+    found = configurations_of(profile, ranks, batch, schedules=("1f1b",))
+    assert set(found) == expected
+    assert len(found) == len(expected)
+
+
+def test_without_names_the_schedules_are_those_that_other_frameworks_run(profile):
+    """In one stage a rank, or in several where the schedule takes them; given numbers are kept."""
+    found = configurations_of(profile, 4, 8)
+    assert {schedule for *_, schedule in found} == {"1f1b", "interleaved", "zb-h1", "zb-v"}
+    chunks = {
+        stages // ranks
+        for _, ranks, stages, _, name in found
+        if name == "interleaved" and ranks > 1
+    }
+    assert chunks == {2, 3, 4}
+    assert all(stages <= len(profile) for _, _, stages, _, _ in found)
+    fixed = configurations_of(profile, 4, 8, stages=2, micro_batches=4, max_replicas=2)
+    assert {(pipelines, stages, count) for pipelines, _, stages, count, _ in fixed} <= {
+        (1, 2, 4),
+        (2, 2, 4),
+    }
+    # Three micro-batches cannot be shared equally by two pipelines.
+    odd = {"micro_batches": 3, "stages": 2}
+    assert configurations_of(profile, 4, 6, max_replicas=2, **odd) == configurations_of(
+        profile, 4, 6, max_replicas=1, **odd
+    )
+
+
+def test_the_level_of_zero_is_the_fastest_and_of_equals_the_lowest(profile):
+    """Every level has an equal part of the budget. What does not fit at one may fit at another; the
+    message is that of the highest level.
+    """
+    request = PlanRequest(profile, CLUSTER, 32, budget_s=8.0)
+    request = replace(request, sharding_options=ShardingOptions(1, False, None))
+    plan = ps.plan(replace(profile, widths=()), ps.cluster("2xA100-80-NVLink"), 32, budget_s=0)
+    seen = []
+
+    def planner(steps):
+        def make(fixed):
+            level = fixed.sharding.zero
+            seen.append((level, fixed.sharding_options.zero, fixed.budget_s))
+            if steps[level] is None:
+                raise PlanError(f"level {level} does not fit")
+            predicted = replace(plan.predicted, step_s=steps[level])
+            return replace(plan, predicted=predicted, zero=level)
+
+        return make
+
+    assert best_zero_level(request, planner([3.0, 2.0, 2.0, 4.0])).zero == 1
+    assert seen == [(level, level, 2.0) for level in range(4)]
+    assert best_zero_level(request, planner([None, None, 5.0, None])).zero == 2
+    with pytest.raises(PlanError, match="level 3 does not fit"):
+        best_zero_level(request, planner([None] * 4))

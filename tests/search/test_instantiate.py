@@ -1,5 +1,6 @@
 """Proposals placed out, weighed, and compared."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -15,7 +16,10 @@ from penstock.search.catalogue import plan
 from penstock.search.evaluate import evaluate, infeasible_error
 from penstock.search.instantiate import (
     CLOSE,
+    LEAN,
     best,
+    by_memory,
+    by_time,
     cached_schedule,
     first_of_kind,
     instantiate,
@@ -24,6 +28,7 @@ from penstock.search.instantiate import (
 )
 from penstock.search.proposal import Proposal
 from penstock.search.request import PlanRequest
+from penstock.simulate.gradient_sync import all_reduce_seconds
 from penstock.simulate.plan_costs import simulate_plan
 from penstock.simulate.steady_state import steady
 
@@ -205,6 +210,9 @@ def test_the_fullest_rank_is_the_one_with_the_least_room_for_what_it_holds(profi
     )
     assert found.memory == (3100, 400)
     assert not found.memory_shortfall
+    row = found.candidate
+    assert (row.peak_bytes, row.why, row.step_s) == (3100, found.bottleneck, found.step_s)
+    assert (row.lengths, row.micro_batches, row.weights) == ((1, 1), 1, "flush")
     on = replace(on, devices=(on.devices[0], Device("small", 300, flops=FAST)))
     (found,) = evaluate(
         instantiate(
@@ -215,6 +223,7 @@ def test_the_fullest_rank_is_the_one_with_the_least_room_for_what_it_holds(profi
     assert found.memory_shortfall == "needs 400 B, has 300 B on rank 1"
     assert found.memory_ratio == 400 / 300
     assert found.step_s == 0, "what does not fit is not simulated"
+    assert (found.candidate.why, found.bottleneck) == (found.memory_shortfall, "")
 
 
 @pytest.fixture
@@ -242,6 +251,39 @@ def test_times_count_as_equal_only_within_a_thousandth(ways):
             lean, steady_state=replace(lean.steady_state, seconds_per_batch=quick.step_s * factor)
         )
         assert (best([slower, quick]) is quick) == (chosen is quick)
+
+
+def test_a_slower_candidate_is_preferred_only_up_to_the_given_seconds(ways):
+    """A plan must not be slower than one that the caller has already; the fastest is always
+    allowed.
+    """
+    quick = ways["gpipe", 8]
+    steady_state = replace(
+        ways["1f1b", 8].steady_state, seconds_per_batch=quick.step_s * (1 + CLOSE / 2)
+    )
+    lean = replace(ways["1f1b", 8], steady_state=steady_state)
+    for most_s, chosen in (
+        (float("inf"), lean),
+        (lean.step_s, lean),
+        (quick.step_s, quick),
+        (0.0, quick),
+    ):
+        assert best([lean, quick], most_s) is chosen
+    assert best([quick], 0.0) is quick
+
+
+def test_of_equally_fast_candidates_the_rest_is_decided_in_a_fixed_order(ways):
+    """Synchronous first, then memory to about 2 %, micro-batches, stages, seconds, names."""
+    base = ways["1f1b", 8]
+    assert base.preference[:4] == (False, round(math.log(max(base.memory)) / LEAN), 8, 4)
+    assert base.preference[4:] == (base.step_s, "1f1b", "never")
+    fuller = replace(base, memory=tuple(2 * size for size in base.memory))
+    assert best([fuller, base]) is base
+    similar = replace(base, memory=tuple(round(1.005 * size) for size in base.memory))
+    slower = replace(base.steady_state, seconds_per_batch=base.step_s * (1 + CLOSE / 2))
+    assert best([replace(base, steady_state=slower), similar]) is similar
+    assert by_time(base) == (base.step_s, base.preference)
+    assert by_memory(base) == (base.memory_ratio, base.preference)
 
 
 def test_a_table_has_the_first_of_each_kind_and_copies_count_as_they_are(ways, profile_of):
@@ -325,3 +367,60 @@ def test_ranks_of_nodes_with_other_numbers_of_busy_ranks_have_seconds_of_their_o
     assert placed.costs.forward == (2.0, 2.0, 2.0)
     shown = plan_proposal(request, proposal)
     assert shown.predicted.step_s == simulate_plan(shown, profile, nodes).makespan
+
+
+def test_one_pipeline_of_several_has_their_gradient_sync_and_its_own_micro_batches(profile_of):
+    """Rank r of pipeline n is on device n x ranks + r, or on the devices that are named. The first
+    pipeline has the micro-batches 0, 2, … of two.
+    """
+    link, far = Link(0.0, 1e6), Link(0.5, 1e3)
+    devices = (Device("d", 10**12),) * 5
+    nodes = Cluster("c", devices, 1, link, far, node_of=(0, 0, 1, 1, 2))
+    request = PlanRequest(profile_of([1.0, 2.0], parameters=100), nodes, 5)
+    for named, holders in (((), [(0, 2), (1, 3)]), ((4, 0, 1, 2), [(4, 1), (0, 2)])):
+        proposal = Proposal((1, 1), "gpipe", 4, (("replicas", 2),), devices=named)
+        one = representative_pipeline(request, proposal)
+        assert one.schedule.micro_batches == 2
+        # Of five samples in four micro-batches the first has two.
+        assert one.sizes == [2, 1]
+        layer_bytes = [layer.parameter_bytes for layer in request.profile]
+        for stage, group in enumerate(holders):
+            expected = all_reduce_seconds(group, layer_bytes[stage], nodes)
+            assert one.costs.spread("update", 2)[stage] == pytest.approx(expected)
+    short = Proposal((1, 1), "gpipe", 4, (("replicas", 2),), devices=(0, 1, 2))
+    with pytest.raises(PlanError, match="gpipe needs 4 ranks, and there are 3"):
+        representative_pipeline(request, short)
+    assert representative_pipeline(request, replace(proposal, micro_batches=6)) is None
+    assert representative_pipeline(request, replace(proposal, micro_batches=1)) is None
+
+
+def test_a_layer_that_must_not_be_replicated_is_refused_with_its_reason(profile_of):
+    """Only where its stage is on several ranks."""
+    profile = profile_of([1.0, 1.0, 1.0])
+    layers = list(profile.layers)
+    layers[1] = replace(layers[1], single_copy_reason="it counts its calls")
+    marked = replace(profile, layers=tuple(layers))
+    request = PlanRequest(marked, cluster("4xV100-10GbE"), 8)
+    for lengths, replicas, is_refused in (
+        ((1, 2), (1, 2), True),
+        ((1, 2), (2, 1), False),
+        ((2, 1), (1, 2), False),
+        ((2, 1), (2, 1), True),
+    ):
+        proposal = Proposal(lengths, "1f1b", 4, (("replicas", replicas),))
+        if not is_refused:
+            instantiate(request, proposal)
+            continue
+        with pytest.raises(
+            PlanError, match=r"1f1b holds 2 copies .* layer l1, .*it counts its calls"
+        ):
+            instantiate(request, proposal)
+
+
+def test_small_schedules_are_cached_apart_from_large_ones():
+    """Of large ones only a few are kept; options are part of the key."""
+    assert cached_schedule("1f1b", 2, 128, ()) is cached_schedule("1f1b", 2, 128, ())
+    assert cached_schedule("1f1b", 2, 129, ()) is cached_schedule("1f1b", 2, 129, ())
+    doubled = cached_schedule("1f1b", 2, 4, (("replicas", 2),))
+    assert doubled.ranks == 4
+    assert cached_schedule("1f1b", 2, 4, ()).ranks == 2

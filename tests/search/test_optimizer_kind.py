@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 
 import pytest
@@ -109,3 +110,72 @@ def test_plans_hold_what_the_optimizer_keeps(profile_of):
     plan(profile, cluster, 16, optimizer="sgd", stages=2, max_replicas=1, memory_limit=limit)
     with pytest.raises(PlanError, match="needs"):
         plan(profile, cluster, 16, optimizer="adam", stages=2, max_replicas=1, memory_limit=limit)
+
+
+@pytest.mark.parametrize(
+    ("name", "states"),
+    [
+        ("nesterov", 1),
+        ("nadam", 2),
+        ("radam", 2),
+        ("adamax", 2),
+        ("sparseadam", 2),
+        ("adadelta", 2),
+        ("rmsprop", 1),
+        ("rprop", 2),
+        ("asgd", 1),
+        ("adam", 2),
+        ("adagrad", 1),
+    ],
+)
+def test_the_numbers_of_a_name_are_those_that_torchs_class_keeps(name, states):
+    """Measured after one step; learning-rate products and step counts do not count."""
+    kind = optimizer_kind(name)
+    assert kind.states == states
+    make = getattr(torch.optim, kind.name)
+    options = {"momentum": 0.9, "nesterov": True} if name == "nesterov" else {}
+    options |= {"lr": 0.1} if name != "adadelta" else {}
+    measured = optimizer_kind(partial(make, **options))
+    assert (measured.name, measured.states) == (kind.name, pytest.approx(states, abs=0.01))
+
+
+def groups(*options):
+    """Groups of one parameter each."""
+    return [{"params": weights(), **each} for each in options]
+
+
+def test_one_group_with_an_option_is_enough():
+    """Memory is planned for the group that keeps most; a fused step is one for all it holds."""
+    assert optimizer_kind(SGD(groups({"momentum": 0.9}, {}), lr=1)).states == 1
+    assert optimizer_kind(ADAM(groups({}, {"amsgrad": True}))).states == 3
+    assert optimizer_kind(ADAM(groups({}, {"fused": True}))).fused
+    assert not optimizer_kind(ADAM(groups({}, {}))).fused
+
+    def factory(parameters):
+        return SGD([{"params": parameters, "fused": True}, *groups({})], lr=1)
+
+    assert optimizer_kind(factory) == OptimizerKind("SGD", 0, fused=True)
+
+
+def test_a_number_is_finite_and_a_factory_must_return_an_optimizer():
+    """Anything with a step is no optimizer; the message names its type."""
+
+    class Stepping:
+        def step(self):
+            pass
+
+    with pytest.raises(SettingError, match="returned Stepping, which is not a torch optimizer"):
+        optimizer_kind(lambda _: Stepping())
+    with pytest.raises(SettingError, match="optimizer=inf is how many numbers"):
+        optimizer_kind(float("inf"))
+    assert optimizer_kind(0) == OptimizerKind("", 0.0)
+    with pytest.raises(SettingError, match="not NoneType"):
+        optimizer_kind(None)
+
+
+def test_a_factory_without_torch_is_refused(monkeypatch):
+    """Planning works without torch: a name or a number is enough."""
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(SettingError, match="torch is not loaded"):
+        optimizer_kind(lambda parameters: parameters)
+    assert optimizer_kind("adam").states == 2

@@ -1,8 +1,11 @@
 """Programs made to measure for what a search has found."""
 
+from dataclasses import replace
+
 import pytest
 
 from penstock.cluster.cluster import cluster
+from penstock.search import propose_cost_schedules as module
 from penstock.search.evaluate import evaluate
 from penstock.search.instantiate import instantiate
 from penstock.search.plan_search import PlanSearch
@@ -83,3 +86,49 @@ def test_with_time_enough_the_order_of_the_best_is_searched_within_its_memory(pr
         profile_of, Proposal((2, 2), "1f1b", 4, recompute="always"), budget_s=SEARCHED_FROM_S
     )
     assert {each.schedule for each in again} == {"zb-auto", "zb-1p"}
+
+
+def test_a_search_over_orders_is_proposed_only_where_it_can_explore_them(profile_of, monkeypatch):
+    """For the fastest candidate, with time enough, not too many ops, and memory on all ranks."""
+
+    def searched(way=PLAIN, **options):
+        found, _ = proposals(profile_of, way, **{"budget_s": SEARCHED_FROM_S, **options})
+        return [each for each in found if each.schedule == "synthesised"]
+
+    (proposal,) = searched()
+    assert proposal.recompute == "never"
+    room = dict(proposal.options)
+    assert (room["budget_s"], room["max_rounds"]) == (module.SECONDS, module.ROUNDS)
+    assert searched(budget_s=SEARCHED_FROM_S - 0.1) == []
+    ops = 2 * 4
+    for most, count in ((ops, 1), (ops - 1, 0)):
+        monkeypatch.setattr(module, "MOST_OPS", most)
+        assert len(searched()) == count
+    monkeypatch.setattr(module, "MOST_OPS", 400)
+    # 3 of 4 layers have 9,000 bytes of weights on rank 1: what is left is for activations.
+    request = PlanRequest(
+        profile_of([1.0, 2.0, 1.0, 1.0]), cluster("4xV100-NVLink"), 8, budget_s=SEARCHED_FROM_S
+    )
+    uneven = evaluate(instantiate(request, Proposal((1, 3), "1f1b", 4)))[-1]
+    for limit, room in ((9001, (6001, 1)), (9000, None)):
+        tight = replace(uneven.placed, request=replace(uneven.placed.request, memory_limit=limit))
+        found = list(cost_schedules(request, [replace(uneven, placed=tight)]))
+        searched_rooms = [
+            dict(each.options)["memory_limit"] for each in found if each.schedule == "synthesised"
+        ]
+        assert searched_rooms == ([room] if room else [])
+
+
+def test_stages_in_another_order_on_the_ranks_are_not_plain(profile_of):
+    """Programs made from costs have stage r on rank r."""
+    request = PlanRequest(profile_of([1.0] * 4), cluster("4xV100-NVLink"), 8)
+    plain = evaluate(instantiate(request, PLAIN))[-1]
+    assert module.is_plain(plain)
+    programs = plain.placed.schedule.programs[::-1]
+    swapped = replace(
+        plain,
+        placed=replace(plain.placed, schedule=replace(plain.placed.schedule, programs=programs)),
+    )
+    assert not module.is_plain(swapped)
+    stream = replace(request, asynchronous=True)
+    assert not module.is_plain(evaluate(instantiate(stream, Proposal((2, 2), "pipedream", 1)))[-1])

@@ -10,6 +10,7 @@ from penstock.errors import PlanError, SettingError, UnknownName
 from penstock.schedule.catalogue import FAMILIES
 from penstock.search.request import MOST_IN_A_PIPELINE, PlanRequest
 from penstock.weights.catalogue import weight_rule
+from penstock.weights.compatibility import schedule_for
 
 LINK = Link(0.0, 1e12)
 MIXED = Cluster(
@@ -145,3 +146,149 @@ def test_names_are_those_of_the_catalogues_behind_the_door(profile_of):
     assert request.rule is None
     named = replace(request, schedules=None, weights=weight_rule("stash"))
     assert (named.weights, named.rule) == ("stash", weight_rule("stash"))
+
+
+def test_a_layer_that_must_not_be_replicated_allows_no_replicas(profile_of):
+    """The reason is kept for the message."""
+    profile = profile_of([1.0, 2.0])
+    first, second = profile.layers
+    marked = replace(second, single_copy_reason="it counts its calls")
+    request = PlanRequest(replace(profile, layers=(first, marked)), MIXED, 4)
+    assert request.unreplicable_layers == {1: "it counts its calls"}
+    assert request.copies_allowed == 1
+    assert PlanRequest(profile, MIXED, 4).unreplicable_layers == {}
+
+
+def test_memory_is_the_least_of_the_device_and_the_limit(profile_of):
+    """By the rank's device."""
+    request = PlanRequest(profile_of([1.0]), MIXED, 4)
+    assert [request.memory_bytes(rank) for rank in range(3)] == [1000, 500, 1000]
+    limited = replace(request, memory_limit=700)
+    assert [limited.memory_bytes(rank) for rank in range(3)] == [700, 500, 700]
+    assert request.state_per_parameter_byte == 2 + request.profile.optimizer_states
+
+
+def test_parts_of_a_cluster_are_made_once(profile_of):
+    """A search asks for the same ones again and again."""
+    request = PlanRequest(replace(profile_of([1.0, 1.0]), device="fast"), MIXED, 4)
+    assert request.on((1, 2)) is request.on([1, 2])
+    assert request.on((2, 1)) is not request.on((1, 2))
+    assert request.busy_on((0, 1, 2)) is request
+    assert request.busy_on((0, 2)) is request.on((0, 2))
+
+
+def test_devices_that_share_cores_have_the_seconds_of_those_that_are_busy(profile_of):
+    """Two ranks of a node with two cores each: all three busy take half as long again. Other busy
+    ranks slow a rank down as well.
+    """
+    devices = (Device("d", 1000, together=3.0),) * 3
+    shared = Cluster("c", devices, 3, LINK, LINK)
+    request = PlanRequest(profile_of([1.0]), shared, 4)
+    one = shared.slowdown(0, (0,))
+    for chosen, busy in (
+        ((0,), ()),
+        ((0, 1), ()),
+        ((0, 1, 2), ()),
+        ((0,), (0, 1)),
+        ((1,), (0, 1, 2)),
+    ):
+        local = request.busy_on(chosen, busy)
+        assert local.cluster.ranks == len(chosen)
+        for place, rank in enumerate(chosen):
+            factor = shared.slowdown(rank, busy or chosen)
+            (seconds,) = local.profile_of(place).step_seconds(1)
+            assert seconds == pytest.approx(3.0 * factor)
+    assert request.busy_on((0, 1)) is request.busy_on((0, 1))
+    assert request.busy_on((0,), (0, 1)) is not request.busy_on((0,))
+    assert shared.slowdown(0, (0, 1, 2)) > one
+
+
+def test_a_weight_rule_decides_which_schedules_are_considered(profile_of):
+    """An asynchronous rule selects the schedule that it is made for, or with `asynchronous` all that
+    it goes with; "flush" the synchronous ones. None of them needs a causal model.
+    """
+    profile = profile_of([1.0])
+
+    def families(**options):
+        return PlanRequest(profile, MIXED, 4, **options).families()
+
+    (only,) = families(weights="stash")
+    assert only.name == schedule_for(weight_rule("stash"))
+    streams = families(weights="stash", asynchronous=True)
+    assert len(streams) > 1
+    assert only.name in {facts.name for facts in streams}
+    assert not any(facts.synchronous or facts.causal for facts in streams)
+    assert families(weights="flush") == families()
+    assert families(weights="flush", asynchronous=True) == families()
+
+
+def test_an_optimizer_leaves_out_schedules_whose_rule_has_no_formula_for_it(profile_of):
+    """Unless it is not known, or another rule is named."""
+    profile = profile_of([1.0])
+    names = {}
+    for optimizer in (None, "Adam", "SGD"):
+        request = PlanRequest(profile, MIXED, 4, asynchronous=True, optimizer=optimizer)
+        names[optimizer] = {facts.name for facts in request.families()}
+    assert "xpipe" in names[None] & names["Adam"]
+    assert "xpipe" not in names["SGD"]
+    assert {"1f1b", "pipedream"} <= names["SGD"]
+
+
+def test_seconds_of_uneven_micro_batches_are_their_mean(profile_of):
+    """Ten samples in four micro-batches: two of three and two of two."""
+    request = PlanRequest(profile_of([1.0, 2.0], fixed=0.5), cluster("local:1"), 10)
+    assert request.mean_seconds(0, "forward", 4) == pytest.approx([3.0, 5.5])
+    assert request.mean_seconds(0, "backward", 5) == pytest.approx([4.5, 8.5])
+    steps = replace(request.profile.layers[0].forward, sizes=(1, 2, 3), median_s=(1.0, 5.0, 6.0))
+    uneven = replace(request.profile.layers[0], forward=steps)
+    profile = replace(request.profile, layers=(uneven,))
+    for batch, count, expected in ((7, 3, (5 + 5 + 6) / 3), (5, 3, (5 + 5 + 1) / 3), (6, 2, 6)):
+        request = PlanRequest(profile, cluster("local:1"), batch)
+        assert request.mean_seconds(0, "forward", count) == pytest.approx([expected])
+
+
+@pytest.mark.parametrize(
+    ("batch", "pipelines", "expected"),
+    [
+        # No more than 64 per pipeline, nor than the samples; a prime batch has powers of two.
+        (128, 1, (1, 2, 4, 8, 16, 32, 64)),
+        (128, 2, (1, 2, 4, 8, 16, 32, 64, 128)),
+        (6, 1, (1, 2, 3, 6)),
+        (12, 1, (1, 2, 3, 4, 6, 12)),
+        (3, 4, (1, 2, 3)),
+        (5, 1, (1, 2, 5)),
+    ],
+)
+def test_numbers_of_micro_batches_of_small_batches_are_their_divisors(
+    profile_of, batch, pipelines, expected
+):
+    """And powers of two that are near none of them."""
+    request = PlanRequest(profile_of([1.0]), MIXED, batch)
+    assert request.micro_batch_counts(pipelines) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "maximum"), [("stages", 2), ("micro_batches", 4), ("max_replicas", None)]
+)
+def test_counts_are_whole_numbers_within_their_range(profile_of, name, maximum):
+    """The largest is allowed; a bool is no number."""
+    profile = profile_of([1.0] * 2)
+    assert getattr(PlanRequest(profile, MIXED, 4, **{name: maximum or 9}), name) == (maximum or 9)
+    for value in (0, -1, 2.0, True, "2"):
+        with pytest.raises(PlanError, match=f"{name} is {value!r}; it must be a whole number"):
+            PlanRequest(profile, MIXED, 4, **{name: value})
+    if maximum is not None:
+        with pytest.raises(PlanError, match=f"{name} is {maximum + 1}, but there are only"):
+            PlanRequest(profile, MIXED, 4, **{name: maximum + 1})
+
+
+def test_states_of_an_optimizer_replace_those_of_the_profile(profile_of):
+    """In the profiles of all ranks, which share one object by kind."""
+    request = PlanRequest(
+        replace(profile_of([1.0]), device="fast"), MIXED, 4, optimizer="Adam", optimizer_states=2.0
+    )
+    assert [request.profile_of(rank).optimizer_states for rank in range(3)] == [2.0] * 3
+    assert request.profile_of(0) is request.profile_of(2)
+    assert request.state_per_parameter_byte == 4
+    zero = PlanRequest(profile_of([1.0]), cluster("local:1"), 4, optimizer_states=0.0)
+    assert zero.state_per_parameter_byte == 2

@@ -116,6 +116,8 @@ def test_the_costs_tell_the_number_of_stages():
             "the costs do not say how many stages there are: give their number, such as stages=4",
         ),
         (Costs(), 0, ScheduleError, "at least 1 of stages and got 0"),
+        (Costs(), True, ScheduleError, "at least 1 of stages and got True"),
+        (Costs(), 2.0, ScheduleError, "at least 1 of stages and got 2.0"),
         (Costs(forward=[]), None, ScheduleError, "at least 1 of stages and got 0"),
         (
             Costs(forward=[1, 1]),
@@ -136,3 +138,37 @@ def test_costs_that_do_not_fit_the_stages_are_refused(costs, stages, error, mess
     """Costs of another cut are the usual mistake; the message says which field is off."""
     with pytest.raises(error, match=message):
         schedule("zb-1p", stages, 2, costs=costs)
+
+
+def test_results_come_after_the_requested_options_and_lists_are_tuples():
+    """A plan file has both; options must be hashable."""
+    costs = Costs(forward=[1.0, 2.0], input_grad=[1.0, 2.0], weight_grad=[1.0, 2.0])
+    made = schedule(
+        "synthesised", 2, 3, costs=costs, placement="linear", memory_limit=[2, 1], max_rounds=0
+    )
+    names = [name for name, _ in made.options]
+    assert names == [
+        "placement",
+        "memory_limit",
+        "max_rounds",
+        "makespan",
+        "lower_bound",
+        "gap",
+        "proved",
+        "zoo",
+        "zoo_makespan",
+    ]
+    assert dict(made.options)["memory_limit"] == (2, 1)
+    assert made.splits_backward
+    assert schedules()["synthesised"].splits_backward
+    assert schedules()["synthesised"].synchronous
+    assert schedule("zb-1p", 2, 3, costs=costs).options == ()
+
+
+def test_seconds_may_be_given_by_a_function_of_stage_and_micro_batch():
+    """A row for each stage then; the others are spread by name."""
+    spread = spread_forward(Costs(forward=lambda stage, number: 10 * stage + number), 2, 3)
+    assert spread.forward == ((0, 1, 2), (10, 11, 12))
+    kept = Costs(forward=(1.0, 2.0))
+    assert spread_forward(kept, 2, 3) is kept
+    assert spread_forward(Costs(forward=3.0, input_grad=(1.0,) * 4), None, 1).forward == (3.0,) * 4

@@ -1,5 +1,7 @@
 """What is tried, and the bounds that spare trying."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -7,65 +9,23 @@ from tests.search.random_requests import FAST, SLOW, clusters, cuts, profiles, u
 
 from penstock.cluster.cluster import Cluster, Device, Link, cluster
 from penstock.errors import PlanError, ScheduleError
-from penstock.schedule.catalogue import schedule, schedules
-from penstock.schedule.op import Schedule
+from penstock.profile.profile import LayerProfile, Profile, Timing
+from penstock.schedule.catalogue import schedules
 from penstock.search.cuts import cut
 from penstock.search.evaluate import evaluate
 from penstock.search.instantiate import instantiate
 from penstock.search.proposal import Proposal
 from penstock.search.request import PlanRequest
 from penstock.search.schedule_bound import schedule_bound_s
-from penstock.search.search_space import SearchSpace
-from penstock.search.shapes import shapes
-from penstock.simulate.costs import Costs
-from penstock.simulate.simulate import simulate_schedule
+from penstock.search.search_space import SearchSpace, layouts
+from penstock.search.shapes import Shape, shapes
+from penstock.simulate.gradient_sync import all_reduce_seconds
 from penstock.simulate.steady_state import steady
 
 
 def ways(request):
     """All of a request."""
     return SearchSpace(request, shapes(request)).configurations
-
-
-@settings(max_examples=80, deadline=None)
-@given(st.data(), st.sampled_from(list(schedules())), st.integers(1, 4), st.integers(1, 8))
-def test_no_step_is_shorter_than_its_lower_bound(data, name, stages, micro_batches):
-    """A bound that is too high would skip the winner. Of streams, that of a batch in the steady
-    state.
-    """
-    try:
-        made = schedule(name, stages, micro_batches)
-    except ScheduleError:
-        return
-    row = st.lists(st.floats(0, 10), min_size=stages, max_size=stages)
-    costs = Costs(*(data.draw(row) for _ in range(4)))
-    assert schedule_bound_s(made, costs) <= steady(made, costs).seconds_per_batch * (1 + 1e-9)
-
-
-def test_the_bound_of_a_stream_is_the_work_of_its_busiest_rank():
-    """Nobody fills or drains it: 2 (1 + 3) on stage 1. Of two virtual workers each has every other
-    batch.
-    """
-    costs = Costs([1, 1], [2, 3], [1, 1], [1, 2])
-    assert schedule_bound_s(schedule("pipedream", 2, 2), costs) == 8
-    assert schedule_bound_s(schedule("hetpipe", 2, 2), costs) == 4
-
-
-def test_the_bound_is_sharp_for_equal_stages():
-    """(m + p - 1)(f + b): so sharp that most ways need no simulation."""
-    costs = Costs(*([value] * 3 for value in (1.0, 2.0, 2.0, 0.0)))
-    assert (
-        schedule_bound_s(schedule("gpipe", 3, 4), costs)
-        == 18
-        == simulate_schedule(schedule("gpipe", 3, 4), costs).makespan
-    )
-
-
-def test_the_bound_of_split_backwards_lets_the_weights_part_run_beside_the_drain():
-    """W after the last I delays nobody: adding the drain to it would be too much."""
-    made = Schedule.parse("rank 0 | 0F0 0B0 0U1\nrank 1 | 1F0 1I0 1W0 1U1")
-    costs = Costs([1, 1], [2, 2], [1, 1], [5, 5])
-    assert schedule_bound_s(made, costs) == 8 == simulate_schedule(made, costs).makespan
 
 
 @settings(
@@ -219,3 +179,123 @@ def test_no_plan_is_below_the_least_time_where_a_fast_rank_alone_is_fastest(prof
     request = PlanRequest(profile_of([1.0, 1.0]), Cluster("c", kinds, 2, link, link), 4)
     alone = evaluate(instantiate(request, Proposal((2,), "1f1b", 4)))[-1]
     assert SearchSpace(request, shapes(request)).least_s <= alone.step_s
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "expected"),
+    [
+        ("1f1b", 3, [(3, ())]),
+        ("1f1b", 1, [(1, ())]),
+        ("interleaved", 3, [(6, (("chunks", 2),)), (9, (("chunks", 3),)), (12, (("chunks", 4),))]),
+        ("interleaved", 1, [(1, (("chunks", 1),))]),
+        ("hanayo", 2, [(4, (("waves", 1),)), (8, (("waves", 2),))]),
+        ("zb-v", 3, [(6, ())]),
+        ("chimera", 4, [(4, ()), (8, ())]),
+    ],
+)
+def test_a_schedule_has_the_numbers_of_stages_that_its_ranks_allow(name, ranks, expected):
+    """Which of two numbers a family with two stages per rank takes, only the family knows."""
+    facts = schedules()[name]
+    assert layouts(facts, ranks) == expected
+    request = PlanRequest(one_layer(), cluster(ranks), 4)
+    for stages, options in SearchSpace(request, []).layouts_of(facts, ranks):
+        assert (stages, options) in expected
+        assert ranks > 1 or stages == 1
+
+
+def one_layer():
+    """A profile of one layer."""
+    line = Timing((1, 16), (1.0, 16.0))
+    return Profile(
+        (LayerProfile("l", "L", line, line, line, line, 1, 4, 0, 1.0, 1.0),), "a", 1.0, 16
+    )
+
+
+def test_on_one_rank_one_schedule_of_each_behaviour_is_left(profile_of):
+    """With one stage all others are the same: what differs is the flush, halves and weights."""
+    request = PlanRequest(profile_of([1.0]), cluster(1), 4, asynchronous=True)
+    names = {way.schedule for way in ways(request)}
+    families = schedules()
+    behaviours = [
+        (families[name].splits_backward, families[name].synchronous, families[name].weights)
+        for name in names
+    ]
+    assert len(set(behaviours)) == len(behaviours)
+    assert {"1f1b", "pipedream"} & names or names
+    assert all(families[name].stages_per_rank == "1" for name in names)
+    every = {
+        (facts.splits_backward, facts.synchronous, facts.weights)
+        for facts in request.families()
+        if facts.stages_per_rank == "1"
+    }
+    assert set(behaviours) == every
+    named = PlanRequest(profile_of([1.0]), cluster(1), 4, ("interleaved",))
+    assert {way.schedule for way in ways(named)} == {"interleaved"}
+
+
+@pytest.mark.parametrize(
+    ("batch", "micro_batches", "expected"),
+    [
+        (64, None, {3, 6, 12, 1, 2, 4, 8, 16, 32, 64}),
+        # A multiple may be the batch itself.
+        (12, None, {3, 6, 12}),
+        (11, None, {3, 6}),
+        (64, 5, {5}),
+    ],
+)
+def test_multiples_of_the_ranks_of_a_pipeline_are_tried_too(
+    profile_of, batch, micro_batches, expected
+):
+    """Interleaved schedules need them, whatever the batch."""
+    request = PlanRequest(
+        profile_of([1.0] * 3),
+        cluster(3),
+        batch,
+        ("1f1b",),
+        max_replicas=1,
+        micro_batches=micro_batches,
+    )
+    counts = {way.micro_batches for way in ways(request) if way.shape.ranks == 3}
+    assert counts >= expected
+    assert counts == expected | set(request.micro_batch_counts())
+
+
+def test_estimates_count_the_sync_of_replicas_and_the_update(profile_of):
+    """(m + p - 1) times an even share, then the sum of gradients over the devices that hold the
+    same stage, and the update. Levels 2 and 3 of ZeRO sum beside the ops.
+    """
+    link = Link(0.5, 1e5)
+    profile = replace(profile_of([1.0] * 4, parameters=1000), update_s_per_byte=1e-3)
+    parameter_bytes = sum(layer.parameter_bytes for layer in profile)
+    on = Cluster("c", (Device("d", 10**9),) * 4, 1, link, link)
+    request = PlanRequest(profile, on, 16)
+    facts, shape = schedules()["1f1b"], Shape(2, 2, (0, 1, 2, 3))
+    even_s = 2 * 12 / 2
+    after_s = parameter_bytes / 2 * 1e-3 + all_reduce_seconds((0, 2), parameter_bytes / 2, on)
+    estimate_s, bound_s = SearchSpace(request, []).estimate_and_bound(shape, 8, facts, 2)
+    assert estimate_s == pytest.approx((4 + 1) * even_s + after_s)
+    assert bound_s <= (4 + 1) * even_s
+    sharded = replace(request, sharding=replace(request.sharding, zero=2))
+    estimate_s, _ = SearchSpace(sharded, []).estimate_and_bound(shape, 8, facts, 2)
+    assert estimate_s == pytest.approx((4 + 1) * even_s)
+    # Two stages per rank halve the ramp; one pipeline has no sync.
+    several = schedules()["interleaved"]
+    estimate_s, _ = SearchSpace(request, []).estimate_and_bound(Shape(1, 2, (0, 1)), 8, several, 4)
+    assert estimate_s == pytest.approx((8 + 1 / 2) * even_s + parameter_bytes / 2 * 1e-3)
+    # A stream has no ramp.
+    stream = schedules()["pipedream"]
+    estimate_s, bound_s = SearchSpace(request, []).estimate_and_bound(
+        Shape(1, 2, (0, 1)), 8, stream, 2
+    )
+    assert estimate_s == pytest.approx(8 * even_s)
+    assert bound_s == pytest.approx(8 * 2 * 12 / 4)
+
+
+def test_the_least_time_is_all_work_divided_among_all_devices(profile_of):
+    """A step cannot be shorter, whatever the cut and the replicas."""
+    request = PlanRequest(profile_of([1.0] * 4), cluster(4), 16)
+    assert SearchSpace(request, shapes(request)).least_s == pytest.approx(16 * 12 / 4)
+    # Fixed costs of a micro-batch count least with one micro-batch.
+    fixed = PlanRequest(profile_of([1.0] * 4, fixed=0.25), cluster(4), 16)
+    assert SearchSpace(fixed, shapes(fixed)).least_s == pytest.approx((16 * 12 + 8 * 0.25) / 4)
+    assert SearchSpace(request, []).least_s == 0

@@ -1,6 +1,7 @@
 """How devices are shared out among pipelines."""
 
-from itertools import permutations
+from dataclasses import replace
+from itertools import permutations, product
 
 import pytest
 from hypothesis import given, settings
@@ -8,6 +9,8 @@ from hypothesis import strategies as st
 from tests.search.random_requests import FAST, SLOW, clusters, profiles
 
 from penstock.cluster.cluster import Cluster, Device, Link, cluster
+from penstock.partition.limited import limited
+from penstock.search import shapes as module
 from penstock.search.request import PlanRequest
 from penstock.search.shapes import Shape, placement_key, placements, shapes
 
@@ -134,3 +137,152 @@ def test_placements_are_for_few_devices_that_differ(profile_of):
     ]
     assert pairs == [(0, 1), (0, 2)]
     assert not placements(PlanRequest(profile_of([1.0] * 4), cluster("2x4xV100-NVLink-25GbE"), 8))
+
+
+def equal(count: int, per_node: int = 0) -> Cluster:
+    """Equal devices, all in one node unless a number per node is given."""
+    return Cluster("c", (Device("d", 10**12),) * count, per_node or count, LINK, LINK)
+
+
+def numbers(profile, on, batch=64, **options):
+    """Pipelines and ranks of all shapes."""
+    request = PlanRequest(profile, on, batch, **options)
+    return sorted((shape.pipelines, shape.ranks) for shape in shapes(request))
+
+
+def test_on_more_than_sixteen_devices_the_divisions_use_nearly_all(profile_of):
+    """Powers of two and three times these, and all; a single pipeline may also leave devices out,
+    and none has more ranks than layers.
+    """
+    profile = profile_of([1.0] * 10)
+    assert numbers(profile, equal(20)) == [
+        *((1, ranks) for ranks in (1, 2, 3, 4, 6, 8, 10)),
+        *((2, 10), (3, 6), (4, 5), (6, 3), (8, 2), (12, 1), (16, 1), (20, 1)),
+    ]
+    assert len(numbers(profile, equal(16))) > len(numbers(profile, equal(17)))
+    limited_copies = numbers(profile, equal(20), max_replicas=5)
+    assert max(pipelines for pipelines, _ in limited_copies) == 5
+    assert (5, 4) in limited_copies
+    few_samples = numbers(profile, equal(20), batch=3)
+    assert {pipelines for pipelines, _ in few_samples} == {1, 2, 3}
+
+
+def test_shares_of_mixed_devices_keep_their_proportions(profile_of):
+    """9 fast and 3 slow devices on 8 layers: six of the fast and two of the slow. Of a kind with
+    few devices at least one stays, also where its share is less.
+    """
+    kinds = (Device("fast", 10**9, flops=FAST), Device("slow", 10**9, flops=SLOW))
+    for counts, layers, expected in (
+        ((9, 3), 8, (6, 2)),
+        ((9, 3), 12, (9, 3)),
+        ((9, 3), 11, (8, 2)),
+        ((11, 1), 4, (3, 1)),
+    ):
+        devices = (kinds[0],) * counts[0] + (kinds[1],) * counts[1]
+        on = Cluster("c", devices, 12, LINK, LINK)
+        request = PlanRequest(profile_of([1.0] * layers), on, 4, max_replicas=1)
+        mixed = [kinds_of(shape, on)[0] for shape in shapes(request)]
+        mixed = [row for row in mixed if len(set(row)) == 2]
+        assert mixed
+        for row in mixed:
+            assert (row.count("fast"), row.count("slow")) == expected
+
+
+def test_a_pipeline_of_several_kinds_has_the_order_that_makes_its_slowest_stage_fastest(profile_of):
+    """Besides the kinds one after the other: against all orders, each with its best cut."""
+    devices = (
+        Device("slow", 10**9, flops=SLOW),
+        Device("fast", 10**9, flops=FAST),
+        Device("fast", 10**9, flops=FAST),
+    )
+    on = Cluster("c", devices, 3, LINK, LINK)
+    profile = replace(profile_of([1.0, 1.0, 1.0, 4.0, 1.0]), device="fast")
+    request = PlanRequest(profile, on, 8, max_replicas=1)
+    orders = {tuple(kinds_of(shape, on)[0]) for shape in shapes(request) if shape.ranks == 3}
+    nothing = [0.0] * 5
+
+    def slowest(order):
+        rows = [request.profile_of(0 if kind == "slow" else 1).step_seconds(1) for kind in order]
+        cut = limited(rows, None, nothing, nothing, [1, 1, 1], [float("inf")] * 3)
+        first, times = 0, []
+        for row, length in zip(rows, cut, strict=True):
+            times.append(sum(row[first : first + length]))
+            first += length
+        return max(times)
+
+    every = set(permutations(("slow", "fast", "fast")))
+    best = min(map(slowest, every))
+    assert {("slow", "fast", "fast"), ("fast", "fast", "slow")} <= orders
+    assert min(map(slowest, orders)) == best
+
+
+def test_long_pipelines_of_several_kinds_are_only_grouped(profile_of, monkeypatch):
+    """The search over orders grows with the number of ranks."""
+    calls = []
+
+    def counted(seconds, counts, stages, **options):
+        calls.append(stages)
+
+    monkeypatch.setattr(module, "best_order", counted)
+    kinds = (Device("fast", 10**9, flops=FAST), Device("slow", 10**9, flops=SLOW))
+    for most, expected in ((4, True), (3, False)):
+        calls.clear()
+        monkeypatch.setattr(module, "MOST_ORDERED", most)
+        on = Cluster("c", (kinds[0],) * 2 + (kinds[1],) * 2, 4, LINK, LINK)
+        shapes(PlanRequest(profile_of([1.0] * 4), on, 4, max_replicas=1))
+        assert bool(calls) == expected
+
+
+def test_orders_of_kinds_begin_with_that_of_the_cluster_and_its_reverse(profile_of):
+    """Up to six of them, which three kinds have; slower kinds are left out one by one."""
+    flops = {"a": 3e12, "b": 2e12, "c": 1e12, "d": 0.5e12}
+    for names in ("bac", "dabc"):
+        devices = tuple(Device(name, 10**9, flops=(("float32", flops[name]),)) for name in names)
+        on = Cluster("c", devices, len(names), LINK, LINK)
+        request = PlanRequest(
+            replace(profile_of([1.0] * 4), device=names[0]), on, 4, max_replicas=1
+        )
+        rows = [tuple(kinds_of(shape, on)[0]) for shape in shapes(request)]
+        assert rows[0] == tuple(names)
+        assert tuple(names[::-1]) in rows
+        used = {frozenset(row) for row in rows}
+        ranked = sorted(names, key=flops.get, reverse=True)
+        assert used == {frozenset(ranked[:count]) for count in range(1, len(names) + 1)}
+
+
+def test_placements_have_pipelines_in_the_order_of_their_first_devices(profile_of):
+    """Pipelines are interchangeable. No more of them than the batch has samples or copies are
+    allowed, and no more ranks than layers.
+    """
+    on = cluster("2x2xV100-NVLink-25GbE")
+    for layers, batch, most in product((1, 2, 4), (1, 8), (None, 1, 2)):
+        request = PlanRequest(profile_of([1.0] * layers), on, batch, max_replicas=most)
+        for shape in placements(request):
+            firsts = shape.devices[:: shape.ranks]
+            assert list(firsts) == sorted(firsts)
+            assert shape.pipelines <= min(batch, most or 4)
+            assert shape.ranks <= layers
+            assert len(set(shape.devices)) == shape.pipelines * shape.ranks
+    doubles = [
+        shape.devices
+        for shape in placements(PlanRequest(profile_of([1.0] * 2), on, 8))
+        if (shape.pipelines, shape.ranks) == (2, 2)
+    ]
+    assert (0, 1, 2, 3) in doubles
+    assert (0, 2, 1, 3) in doubles
+
+
+def test_equal_placements_are_on_equal_devices_of_equal_nodes():
+    """Nodes differ by their devices and by the link inside."""
+    link, fast = Link(0.0, 1e12), Link(0.0, 2e12)
+    devices = (Device("a", 1), Device("b", 1), Device("a", 1), Device("b", 1), Device("a", 1))
+    nodes = (0, 0, 1, 1, 2)
+    on = Cluster("c", devices, 1, link, link, node_of=nodes)
+    assert placement_key(on, (0, 1)) == placement_key(on, (2, 3))
+    assert placement_key(on, (0, 3)) == placement_key(on, (2, 1))
+    assert placement_key(on, (0, 1)) != placement_key(on, (0, 3))
+    assert placement_key(on, (0, 1)) != placement_key(on, (1, 0))
+    # Rank 4 is alone in its node.
+    assert placement_key(on, (0,)) != placement_key(on, (4,))
+    unlike = replace(on, insides=((1, fast),))
+    assert placement_key(unlike, (0, 1)) != placement_key(unlike, (2, 3))

@@ -7,6 +7,7 @@ from tests.search.random_requests import FAST, SLOW
 
 from penstock.cluster.cluster import Cluster, Device, Link
 from penstock.profile.device_profiles import scale_profile
+from penstock.search import suggestions as module
 from penstock.search.best_plan import plan_proposal
 from penstock.search.catalogue import plan
 from penstock.search.evaluate import evaluate
@@ -162,3 +163,84 @@ def test_a_plan_carries_its_remedies_best_first(profile_of):
     text = str(found)
     assert "suggestions:" in text
     assert all(each.change in text for each in found.remedies)
+
+
+def changes_of(request, proposal):
+    """The suggested changes."""
+    return list(told(request, proposal)[0])
+
+
+def test_one_rank_more_is_not_suggested_where_the_plan_could_not_use_it(profile_of, monkeypatch):
+    """With a given number of stages, with a schedule that is built from costs, for a stream, or for
+    a large cluster.
+    """
+    link = Link(0.0, 1e12)
+    slow, fast = Device("slow", 10**9, flops=SLOW), Device("fast", 10**9, flops=FAST)
+    on = Cluster("c", (slow, fast), 2, link, link)
+    profile = replace(profile_of([1.0] * 4), device="slow")
+    more = "one rank more (with 1f1b)"
+    free = PlanRequest(profile, on, 8, budget_s=1000)
+    assert more in changes_of(free, Proposal((2, 2), "1f1b", 8))
+    assert more not in changes_of(replace(free, stages=2), Proposal((2, 2), "1f1b", 8))
+    cost_schedule = changes_of(free, Proposal((2, 2), "zb-auto", 8))
+    assert not any("rank more" in change or "batch" in change for change in cost_schedule)
+    stream = changes_of(replace(free, asynchronous=True), Proposal((2, 2), "pipedream", 1))
+    assert not any("rank more" in change for change in stream)
+    monkeypatch.setattr(module, "FEW_RANKS", 1)
+    assert more not in changes_of(free, Proposal((2, 2), "1f1b", 8))
+
+
+def test_the_additional_rank_is_one_of_the_last_kind_in_the_last_node(profile_of, monkeypatch):
+    """It gets a tenth of the budget of the search that it is about."""
+    link = Link(0.0, 1e12)
+    devices = tuple(Device(name, 10**9, flops=FAST) for name in "aab")
+    on = Cluster("c", devices, 1, link, link, node_of=(0, 0, 1))
+    searched = []
+
+    class Recorded(module.PlanSearch):
+        def __init__(self, request, work):
+            searched.append((request, work))
+            super().__init__(request, work)
+
+    monkeypatch.setattr(module, "PlanSearch", Recorded)
+    request = PlanRequest(replace(profile_of([1.0] * 4), device="a"), on, 8, budget_s=30)
+    changes_of(request, Proposal((2, 1, 1), "gpipe", 8))
+    ((larger, work),) = searched
+    assert [device.name for device in larger.cluster.devices] == ["a", "a", "b", "b"]
+    assert [larger.cluster.node(rank) for rank in range(4)] == [0, 0, 1, 1]
+    assert (larger.schedules, larger.budget_s, work) == (("gpipe",), 3.0, module.WORK)
+
+
+def test_twice_the_batch_has_micro_batches_of_the_same_size(profile_of):
+    """Also where their number is given; the recompute stays."""
+    request = PlanRequest(profile_of([1.0] * 4), TWO_NODES, 8, micro_batches=4)
+    proposal = Proposal((2, 2), "1f1b", 4, recompute="always")
+    found, _ = told(request, proposal)
+    doubled = replace(request, batch=16, micro_batches=8)
+    expected = evaluate(instantiate(doubled, replace(proposal, micro_batches=8)))[-1].step_s / 2
+    change = "twice the batch (time for as many samples)"
+    assert found[change] == pytest.approx(expected)
+
+
+def test_links_inside_single_nodes_are_made_faster_too(profile_of):
+    """A node may have a link of its own; the other nodes' is changed as well."""
+    inside, special = Link(1e-2, 1e3), Link(2e-2, 5e2)
+    on = Cluster(
+        "c",
+        (Device("d", 10**9, flops=FAST),) * 4,
+        2,
+        inside,
+        Link(0.0, 1e12),
+        insides=((1, special),),
+    )
+    request = PlanRequest(profile_of([1e-3] * 4, output=300.0), on, 8, recompute="never")
+    proposal = Proposal((1, 1, 2), "1f1b", 4, devices=(1, 2, 3))
+    found, _ = told(request, proposal)
+    quick = replace(
+        on,
+        inside=replace(inside, latency_s=0.0),
+        insides=((1, replace(special, latency_s=0.0)),),
+    )
+    assert found["no latency inside a node"] == pytest.approx(
+        by_hand(request, proposal, cluster=quick)
+    )

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
-from tests.synthesis.requests import random_counts, random_problem
+from tests.synthesis.requests import problem_of, random_counts, random_problem
 
+from penstock.simulate.costs import Costs
 from penstock.synthesis.arrays import empty_encoding, make_workspace, max_ops
+from penstock.synthesis.problem import Constraints
 
 
 def test_programs_have_space_for_three_ops_of_each_micro_batch_of_every_copy():
@@ -21,6 +23,14 @@ def test_programs_have_space_for_three_ops_of_each_micro_batch_of_every_copy():
         encoding = empty_encoding(spec)
         assert encoding.codes.shape == (problem.ranks, max(ops))
         assert encoding.lengths.tolist() == [0] * problem.ranks
+
+
+def test_a_single_rank_has_space_for_the_ops_of_all_its_stages():
+    """Copy 0 counts as all others."""
+    for stages, placement, options in ((1, "linear", {}), (4, "interleaved", {"ranks": 1})):
+        costs = Costs(forward=(1.0,) * stages)
+        problem = problem_of(costs, 5, Constraints(placement, **options))
+        assert max_ops(problem.spec((5,))) == 3 * 5 * stages
 
 
 def test_a_workspace_has_an_entry_per_op_copy_micro_batch_and_link():

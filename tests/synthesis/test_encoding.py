@@ -90,3 +90,49 @@ def test_updates_come_in_the_first_idle_time_that_is_long_enough_or_at_the_end()
         encoding = encode(problem, spec, Schedule.parse(text))
         row = " ".join(map(str, decode(problem, spec, encoding, make_workspace(spec)).programs[0]))
         assert row == f"0F0 3F0 3B0 {program}"
+
+
+@pytest.mark.parametrize(
+    ("text", "joined"),
+    [
+        ("0F0 0I0 0W0 0F1 0I1 0W1 0U1", "0F0 0B0 0F1 0B1 0U1"),
+        # The W that follows I1 is that of I0; the last one follows no I.
+        ("0F0 0F1 0I0 0I1 0W0 0W1 0U1", "0F0 0F1 0I0 0I1 0W0 0W1 0U1"),
+        # Once no W waits, the next pair is joined; a W at the end of the row belongs to no I there.
+        ("0F0 0F1 0F2 0I0 0I1 0W0 0W1 0I2 0W2 0U1", "0F0 0F1 0F2 0I0 0I1 0W0 0W1 0B2 0U1"),
+        ("0F0 0I0 0F1 0W0 0I1 0W1 0U1", "0F0 0I0 0F1 0W0 0B1 0U1"),
+        # A whole backward between them is no half.
+        ("0F0 0F1 0F2 0I0 0B1 0W0 0I2 0W2 0U1", "0F0 0F1 0F2 0I0 0B1 0W0 0B2 0U1"),
+    ],
+)
+def test_only_the_two_halves_of_one_micro_batch_are_joined(text, joined):
+    """Codes have no micro-batch: the k-th W belongs to the k-th I. One rank never waits, so that
+    all such pairs are joined.
+    """
+    case = Schedule.parse(text)
+    costs = Costs(forward=(1.0,), input_grad=(2.0,), weight_grad=(3.0,))
+    problem = problem_of(costs, case.micro_batches, Constraints("linear"))
+    spec = problem.spec((case.micro_batches,))
+    encoding, work = encode(problem, spec, case), make_workspace(spec)
+    join_halves(spec, encoding, work)
+    (program,) = decode(problem, spec, encoding, work).programs
+    assert " ".join(map(str, program)) == joined
+
+
+def test_pairs_are_joined_one_by_one_where_all_together_take_too_long():
+    """On rank 1 the gradient of micro-batch 1 must not wait for a weight gradient: with both pairs
+    joined the batch would take 9 s. That of micro-batch 0 may wait.
+    """
+    costs = Costs(forward=(1.0, 1.0), input_grad=(1.0, 1.0), weight_grad=(1.0, 1.0))
+    problem = problem_of(costs, 2, Constraints("linear"))
+    spec = problem.spec((2,))
+    text = "0F0 0F1 0I0 0W0 0I1 0W1 0U1\n1F0 1I0 1W0 1F1 1I1 1W1 1U1"
+    encoding, work = encode(problem, spec, Schedule.parse(text)), make_workspace(spec)
+    assert evaluate(spec, encoding, work) == 8
+    join_halves(spec, encoding, work)
+    assert evaluate(spec, encoding, work) == 8
+    joined = decode(problem, spec, encoding, work)
+    assert [" ".join(map(str, program)) for program in joined.programs] == [
+        "0F0 0F1 0B0 0B1 0U1",
+        "1F0 1B0 1F1 1I1 1W1 1U1",
+    ]

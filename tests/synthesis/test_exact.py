@@ -171,9 +171,11 @@ def test_a_schedule_at_the_bound_and_a_time_that_is_up_need_no_model():
     assert 0 < proof.lower_bound < makespan
 
 
-@pytest.mark.parametrize("limits", [(1, 3), (2, 1), (3, 2)])
+@pytest.mark.parametrize("limits", [(1, 3), (2, 1), (3, 2), (2.5, 1.5)])
 def test_limits_of_whole_micro_batches_are_those_of_a_sum(limits):
-    """Where all backwards are split, each forward waits for an earlier micro-batch's release."""
+    """Where all backwards are split, each forward waits for an earlier micro-batch's release; of a
+    limit between two numbers the smaller counts.
+    """
     costs = Costs(forward=(1.0, 2.0), input_grad=(1.0, 1.0), weight_grad=(2.0, 1.0))
     problem = problem_of(costs, 3, Constraints("linear", limits))
     bad = one_at_a_time(problem)

@@ -185,6 +185,19 @@ def test_programs_are_those_of_a_slow_reference(placement):
     assert (far > 2) == (placement == "bidirectional")
 
 
+@pytest.mark.parametrize("seed", [31, 43, 62, 66])
+def test_of_five_micro_batches_on_two_routes_each_must_be_able_to_finish(seed):
+    """One after the other: whether the second can finish must not be taken from the first."""
+    rng = np.random.default_rng(seed)
+    problem = random_problem(seed, "bidirectional", 5)
+    spec = problem.spec(random_counts(problem, rng))
+    encoding, rule = empty_encoding(spec), random_rule(problem, spec, rng)
+    list_schedule(spec, rule, encoding, make_workspace(spec))
+    slow = SlowList(problem, spec, rule)
+    assert slow.is_far
+    assert rows_of(encoding) == slow.rows
+
+
 def test_caps_below_one_micro_batch_make_no_program():
     """The rank that lacks memory for one starts nothing, and the seconds are -1."""
     for placement, rank in itertools.product(["linear", "v", "bidirectional"], range(2)):

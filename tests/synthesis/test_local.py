@@ -122,6 +122,15 @@ def test_only_schedules_that_fit_the_problem_start_it():
     assert not search.pool
 
 
+def test_a_schedule_that_takes_no_time_starts_a_search():
+    """Only -1 says that programs wait for each other."""
+    costs = Costs(forward=(0.0, 0.0), backward=(0.0, 0.0))
+    search = Search(problem_of(costs, 2, Constraints("linear")), 0.0)
+    search.start(schedule("1f1b", 2, 2))
+    assert [one.seconds for one in search.pool] == [0.0]
+    assert search.done
+
+
 def test_schedules_join_halves_and_leave_the_pool_as_it_is():
     """Shortest first; on one rank no half remains."""
     costs = Costs(forward=(1.0,), input_grad=(1.0,), weight_grad=(1.0,))

@@ -4,6 +4,7 @@ proves.
 
 import math
 import sys
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -19,7 +20,7 @@ from penstock.simulate.simulate import simulate_schedule
 from penstock.synthesis import exact
 from penstock.synthesis.bound import lower_bound, preemptive
 from penstock.synthesis.problem import Constraints
-from penstock.synthesis.synthesise import Settings, synthesise
+from penstock.synthesis.synthesise import MOST_S, Settings, Synthesis, _run_all, synthesise
 from penstock.verify.verify import verify
 
 QUIET = {"deadline": None, "suppress_health_check": list(HealthCheck)}
@@ -277,3 +278,165 @@ def test_the_bound_is_one_for_a_zoo_schedule_that_hands_activations_to_partners(
     found = synthesise(costs, 16, Settings(memory_limit=5, budget_s=1000, max_rounds=0))
     bpipe = simulate_schedule(schedule("bpipe", 8, 16), costs).makespan
     assert found.lower_bound <= found.makespan <= bpipe
+
+
+@pytest.mark.parametrize(
+    ("options", "rounds", "rule_ops"),
+    [
+        ({}, 100, 5e6),
+        ({"budget_s": 0.5}, 10, 5e5),
+        ({"budget_s": 0}, 0, 0),
+        ({"budget_s": 10, "exact": True}, 60, 1e7),
+        ({"budget_s": math.inf}, round(MOST_S * 20), math.inf),
+        ({"max_rounds": 7}, 7, math.inf),
+        ({"max_rounds": 0, "budget_s": 1}, 0, math.inf),
+        ({"max_rounds": 7, "exact": True}, 7, math.inf),
+    ],
+)
+def test_work_follows_from_the_budget_or_is_given(options, rounds, rule_ops):
+    """The clock only ends a search that takes longer than usual: the same budget must give the same
+    result on every machine. The larger part of a budget with a proof is for the proof.
+    """
+    wish = Settings(**options)
+    assert (wish.rounds, wish.rule_ops) == (rounds, rule_ops)
+
+
+class FakeTask:
+    """The search of a placement that needs a number of rounds to reach its makespan."""
+
+    def __init__(self, name, least, zoo_s, reached_s, needed, log):
+        self.name, self.least, self.makespan = name, least, zoo_s
+        self.reached_s, self.needed, self.rounds, self.log = reached_s, needed, 0, log
+
+    @property
+    def proved(self):
+        return self.makespan <= self.least
+
+    def run(self, deadline, rounds):
+        self.rounds = min(rounds, self.needed)
+        self.makespan = min(self.makespan, self.reached_s)
+        self.log.append((self.name, rounds))
+
+    def prove(self, limit_s):
+        self.log.append((self.name, "proof", limit_s))
+
+
+class FakeDeadline:
+    """A clock that stands still."""
+
+    remaining_s = 90.0
+
+
+def test_placements_are_searched_in_the_order_of_their_bounds_and_share_the_rounds():
+    """What one does not need is left for the others. A placement whose bound is no less than the
+    best makespan so far cannot win.
+    """
+    log = []
+    tasks = [
+        FakeTask("c", 7.0, 20.0, 15.0, 10, log),
+        FakeTask("a", 5.0, 20.0, 9.0, 3, log),
+        FakeTask("d", 9.0, 20.0, 12.0, 10, log),
+        FakeTask("b", 6.0, 20.0, 10.0, 100, log),
+    ]
+    _run_all(tasks, Settings(budget_s=2), FakeDeadline())
+    assert log == [("a", 40 // 4), ("b", 37 // 3), ("c", 25 // 2)]
+    log.clear()
+    _run_all(tasks[:2], Settings(max_rounds=6), FakeDeadline())
+    assert log == [("a", 6), ("c", 6)]
+
+
+def test_proofs_share_the_time_that_is_left():
+    """A search that has reached its bound needs none; the first is run even if it cannot win."""
+    log = []
+    tasks = [
+        FakeTask("a", 5.0, 20.0, 9.0, 3, log),
+        FakeTask("b", 6.0, 20.0, 6.0, 3, log),
+    ]
+    _run_all(tasks, Settings(max_rounds=2, exact=True), FakeDeadline())
+    assert log == [("a", 2), ("a", "proof", pytest.approx(0.7 * 45)), ("b", 2)]
+    log.clear()
+    _run_all([FakeTask("a", 5.0, 5.0, 5.0, 3, log)], Settings(exact=True), FakeDeadline())
+    assert log == [("a", 30)]
+
+
+def test_a_schedule_carries_the_facts_of_its_search():
+    """A reader of a plan sees how good it is; that the clock ended the search only if it did."""
+    found = synthesise(UNEVEN, 6, Settings(memory_limit=3, budget_s=1000, max_rounds=1))
+    assert (found.rounds, found.cut_short) == (1, False)
+    assert found.schedule.name == "synthesised"
+    assert dict(found.schedule.options) == {
+        "placement": "linear",
+        "makespan": found.makespan,
+        "lower_bound": found.lower_bound,
+        "gap": found.gap,
+        "proved": found.proved,
+        "zoo": found.zoo,
+        "zoo_makespan": found.zoo_makespan,
+    }
+    made = schedule(found.zoo, 4, 6)
+    assert found.zoo_makespan == simulate_schedule(made, UNEVEN).makespan
+    late = synthesise(UNEVEN, 6, Settings(budget_s=0, memory_limit=4))
+    assert late.rounds == 0
+    short = Synthesis(late.schedule, 3.0, 2.0, 0.5, False, "v", None, None, 4, cut_short=True)
+    assert short.facts() == (
+        ("placement", "v"),
+        ("makespan", 3.0),
+        ("lower_bound", 2.0),
+        ("gap", 0.5),
+        ("proved", False),
+        ("zoo", None),
+        ("zoo_makespan", None),
+        ("cut_short", True),
+    )
+
+
+def test_updates_run_early_where_ranks_hold_several_stages():
+    """The search makes programs with updates in idle time or at the end; moving one ahead of other
+    work can shorten the batch further.
+    """
+    costs = Costs(
+        forward=(1.0,) * 4, backward=(2.0,) * 4, update=(4.0, 0.0, 0.0, 4.0), transfer=2.0
+    )
+    found = synthesise(costs, 2, Settings(placement="v", split=False, budget_s=1000, max_rounds=4))
+    late = found.schedule.programs
+    moved = tuple(
+        (
+            *(op for op in program if op.kind is not Kind.U),
+            *(op for op in program if op.kind is Kind.U),
+        )
+        for program in late
+    )
+    at_end = simulate_schedule(replace(found.schedule, programs=moved), costs).makespan
+    assert found.makespan < at_end
+    verify(found.schedule)
+
+
+def test_the_bound_counts_the_limit_unless_the_best_schedule_moves_activations():
+    """Without limits it is lower, and proves less. BPipe holds activations on other ranks, so that
+    the limits of its stages are no bound for it.
+    """
+    free = lower_bound(problem_of(UNEVEN, 6, Constraints("linear")))
+    for limit, is_bpipe in ((2, False), (3, True)):
+        found = synthesise(UNEVEN, 6, Settings(memory_limit=limit, budget_s=0))
+        bound = lower_bound(problem_of(UNEVEN, 6, Constraints("linear", limit)))
+        assert bound > free
+        assert (found.zoo == "bpipe") == is_bpipe
+        assert found.lower_bound == (free if is_bpipe else bound)
+
+
+def test_the_bound_of_cheaper_pairs_is_lower_only_if_the_best_schedule_has_them():
+    """`fbp-as` runs an F and a B at the same time: where that is cheaper, it is the best."""
+    costs = {"forward": (2.0,) * 3, "backward": (4.0,) * 3}
+    plain = synthesise(Costs(**costs), 6, Settings(split=False, budget_s=0))
+    paired = synthesise(
+        Costs(**costs, forward_backward=(4.0,) * 3), 6, Settings(split=False, budget_s=0)
+    )
+    assert paired.makespan < plain.makespan
+    assert paired.zoo == "fbp-as"
+    assert paired.lower_bound < plain.lower_bound
+    assert paired.lower_bound <= paired.makespan
+    dear = synthesise(
+        Costs(**costs, forward_backward=(9.0,) * 3), 6, Settings(split=False, budget_s=0)
+    )
+    assert dear.makespan == plain.makespan
+    assert dear.lower_bound == plain.lower_bound

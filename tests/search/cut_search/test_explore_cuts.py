@@ -11,7 +11,7 @@ from tests.search.random_requests import links, profiles
 
 from penstock.cluster.cluster import Cluster, Device, Link
 from penstock.search.cut_search import explore_cuts as module
-from penstock.search.cut_search.cut_bounds import all_cuts, lengths_of
+from penstock.search.cut_search.cut_bounds import CutBounds, all_cuts, lengths_of
 from penstock.search.cut_search.explore_cuts import explore_cuts
 from penstock.search.evaluate import evaluate
 from penstock.search.instantiate import instantiate
@@ -65,6 +65,19 @@ def test_a_spent_budget_ends_it_and_it_says_that_it_is_not_complete(profile_of):
     assert search.stopped_by == "work"
 
 
+@pytest.mark.parametrize("work", [1, 20_000])
+def test_a_budget_that_ends_among_the_cuts_of_one_configuration_is_not_complete(profile_of, work):
+    """Cuts whose bound is below the best time are left, whichever round they were in."""
+    seconds = [1.0, 3.0, 2.0, 5.0, 1.0, 4.0]
+    link = Link(1e-3, 1e2)
+    request = request_for(profile_of(seconds), 3, link, stages=3, micro_batches=2)
+    (one, *_) = SearchSpace(request, shapes(request)).configurations
+    search = PlanSearch(request, work)
+    assert not explore_cuts(search, [one])
+    assert 0 < search.evaluated < 10
+    assert explore_cuts(PlanSearch(request), [one])
+
+
 def test_a_named_partition_method_leaves_nothing_to_explore(profile_of):
     """Its cut is the only one."""
     request = request_for(profile_of([1.0, 3.0]), 2, Link(0.0, 1e12), by="uniform")
@@ -88,6 +101,40 @@ def test_of_many_cuts_a_local_search_finds_one_at_least_as_good_as_the_exact_cut
     assert not explore_cuts(search, space.configurations), "nothing is proved"
     assert search.best_s <= exact.best_s * (1 + 1e-9)
     assert search.best_s == pytest.approx(best_of_all_cuts_in(request, 4), rel=0.02)
+
+
+def test_of_many_cuts_the_one_that_is_simulated_has_no_better_bound_beside_it(
+    profile_of, monkeypatch
+):
+    """Boundaries move by up to four layers while the bound falls; only the end is simulated."""
+    monkeypatch.setattr(module, "MOST_CUTS", 0)
+    monkeypatch.setattr(module, "refine_cut", lambda _, candidate: candidate)
+    seconds = [4.0, 1.0, 1.0, 2.0, 1.0, 3.0, 1.0, 1.0, 2.0, 5.0]
+    output = [900.0, 800.0, 10.0, 700.0, 900.0, 20.0, 800.0, 900.0, 30.0, 1.0]
+    profile = profile_of(seconds, output=output)
+    request = request_for(profile, 3, Link(0.1, 1e2), stages=3, micro_batches=4)
+    moved = 0
+    for configuration in SearchSpace(request, shapes(request)).configurations:
+        search = PlanSearch(request)
+        explore_cuts(search, [configuration])
+        (candidate,) = search.feasible
+        lengths = candidate.placed.proposal.lengths
+        made = search.schedule_of(configuration)
+        bounds = CutBounds(request, configuration.shape, made, configuration.micro_batches)
+        start = search.lengths_of(configuration, made, "time")
+        moved += lengths != start
+        cuts = all_cuts(len(seconds), 3)
+        seconds_of = {
+            lengths_of(ends): bound
+            for ends, bound in zip(cuts, bounds.seconds(cuts).tolist(), strict=True)
+        }
+        assert seconds_of[lengths] <= seconds_of[start]
+        first, second = lengths[0], lengths[0] + lengths[1]
+        for step in module.STEPS:
+            for ends in ((first + step, second), (first, second + step)):
+                other = (ends[0], ends[1] - ends[0], len(seconds) - ends[1])
+                assert seconds_of.get(other, math.inf) >= seconds_of[lengths]
+    assert moved
 
 
 def best_of_all_cuts_in(request, stages):

@@ -48,6 +48,51 @@ def test_an_unused_device_takes_the_place_of_a_slower_one(profile_of):
     assert set(refine_devices(search, candidate).placed.proposal.devices) == {1, 2}
 
 
+def mixed_request(profile_of, **options):
+    """A slow device on one host and two fast ones on another."""
+    devices = (Device("slow", 10**12), Device("fast", 10**12), Device("fast", 10**12))
+    link = Link(0.0, 1e12)
+    cluster = Cluster("c", devices, 1, link, Link(2e-3, 1e12), node_of=(0, 1, 1))
+    profiles = {"slow": profile_of([3e-3] * 7), "fast": profile_of([1e-3] * 7)}
+    return PlanRequest(profiles, cluster, 4, max_replicas=1, **options)
+
+
+def test_exchanged_devices_take_their_numbers_of_layers_with_them(profile_of):
+    """The slow device has one layer and stands between the fast ones, so that two boundaries cross
+    hosts. At the end of the pipeline only one does; with another device's three layers it would be
+    three times as slow there, so that no exchange of devices alone helps.
+    """
+    search = PlanSearch(mixed_request(profile_of))
+    start = Proposal((3, 1, 3), "1f1b", 4, devices=(1, 0, 2))
+    candidate = search.evaluate(start)
+    reached = refine_devices(search, candidate).placed.proposal
+    assert (reached.devices, reached.lengths) in (
+        ((0, 1, 2), (1, 3, 3)),
+        ((1, 2, 0), (3, 3, 1)),
+        ((0, 2, 1), (1, 3, 3)),
+        ((2, 1, 0), (3, 3, 1)),
+    )
+
+
+def test_a_cut_that_was_requested_stays_where_devices_are_exchanged(profile_of):
+    """Only the devices change then."""
+    search = PlanSearch(mixed_request(profile_of, by=(3, 1, 3)))
+    candidate = search.evaluate(Proposal((3, 1, 3), "1f1b", 4, devices=(0, 1, 2)))
+    reached = refine_devices(search, candidate).placed.proposal
+    assert reached.lengths == (3, 1, 3)
+    assert reached.devices[1] == 0
+
+
+def test_one_device_has_nothing_to_exchange(profile_of):
+    """Nor is anything simulated for it."""
+    request = PlanRequest(profile_of([1e-3] * 2), cluster_on((0,)), 4)
+    search = PlanSearch(request)
+    candidate = search.evaluate(Proposal((2,), "1f1b", 4))
+    evaluated = search.evaluated
+    assert refine_devices(search, candidate) is candidate
+    assert search.evaluated == evaluated
+
+
 def test_candidates_on_many_ranks_stay_as_they_are(profile_of):
     """The number of exchanges grows with the square of the ranks."""
     hosts = tuple(range(17))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock.cluster.cluster import Cluster, Device, Link
-from penstock.search.cut_search.share_cuts import share_cuts
+from penstock.search.cut_search.share_cuts import NEAR, share_cuts
 from penstock.search.plan_search import PlanSearch
 from penstock.search.proposal import Proposal
 from penstock.search.request import PlanRequest
@@ -54,3 +54,44 @@ def test_a_requested_cut_is_not_searched(profile_of):
     search.evaluate(Proposal((6, 6), "1f1b", 4), force=True)
     share_cuts(search)
     assert [proposal.lengths for proposal in _proposals(search)] == [(6, 6)]
+
+
+def test_what_is_far_from_the_best_is_not_refined(profile_of):
+    """Its cut would have to gain more than a local search ever has."""
+    for factor, is_refined in ((NEAR * 0.99, True), (NEAR * 1.01, False)):
+        search = _search(profile_of, micro_batches=4)
+        candidate = search.evaluate(Proposal((8, 4), "1f1b", 4), force=True)
+        search.best_s = candidate.step_s / factor
+        share_cuts(search)
+        assert (len(search.feasible) > 1) == is_refined
+
+
+def test_cuts_of_one_stage_and_of_cost_schedules_are_not_refined(profile_of):
+    """One stage has no boundary; a program that is built from costs is built for its cut."""
+    search = _search(profile_of, micro_batches=4)
+    for lengths, name in (((12,), "1f1b"), ((8, 4), "zb-auto")):
+        search.evaluate(Proposal(lengths, name, 4), force=True)
+    share_cuts(search)
+    assert len(search.feasible) == 2
+
+
+def test_other_devices_keep_their_own_cut_and_requested_micro_batches_stay(profile_of):
+    """A cut suits the devices that it was found for. The request's number is the only one."""
+    search = _search(profile_of, micro_batches=4)
+    first = search.evaluate(Proposal((8, 4), "1f1b", 4), force=True)
+    other = search.evaluate(Proposal((8, 4), "gpipe", 4, devices=(1, 0)), force=True)
+    other_name = other.placed.proposal.schedule
+    share_cuts(search)
+    for proposal in _proposals(search):
+        assert proposal.micro_batches == 4
+        assert (proposal.schedule == other_name) == (proposal.devices == (1, 0))
+    assert first.placed.proposal in _proposals(search)
+
+
+def test_a_spent_budget_ends_it(profile_of):
+    """What was refined so far stays."""
+    search = _search(profile_of, micro_batches=4)
+    search.evaluate(Proposal((8, 4), "1f1b", 4), force=True)
+    search.allow(0)
+    share_cuts(search)
+    assert len(search.feasible) == 1

@@ -76,4 +76,13 @@ def test_forward_and_backward_at_once_ask_for_less_bandwidth_and_twice_the_memor
 
 def test_the_table_has_two_schedules_for_each_kind_of_device():
     """What the exploration goes through."""
+    stages = Stages(3, 8, 1.0, 2.0, feature_bytes=6.0, weight_bytes=5.0)
+    features = {name: row(stages).feature_bytes for name, row in {**AS, **S}.items()}
+    assert features == {
+        "1F1B-AS": (18, 12, 6),
+        "FBP-AS": (36, 24, 12),
+        "1F1B-SNO": (18, 12, 6),
+        "1F1B-SO": (36, 24, 12),
+    }
+    assert all(row(stages).weight_bytes == 10 for row in {**AS, **S}.values())
     assert (list(AS), list(S)) == (["1F1B-AS", "FBP-AS"], ["1F1B-SNO", "1F1B-SO"])

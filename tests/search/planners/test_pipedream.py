@@ -126,13 +126,23 @@ def test_nodes_are_a_level_of_their_own(profile_of):
     assert all(len({rank // 2 for rank in each}) == 1 for each in ranks)
 
 
-def test_a_number_of_stages_and_of_replicas_is_kept(profile):
-    """What is asked for is a limit on the search, not on what is reported."""
-    for stages, most in ((2, 2), (3, 2), (4, 1)):
+@pytest.mark.parametrize("per_node", [1, 2])
+def test_a_number_of_stages_and_of_replicas_is_kept(profile, per_node):
+    """What is asked for is a limit on the search, not on what is reported; also where nodes would
+    be a level of their own.
+    """
+    for stages, most in ((2, 2), (3, 2), (4, 1), (2, None), (3, None)):
         found = plan(
-            profile, cluster_of(4), 16, planner="pipedream", stages=stages, max_replicas=most
+            profile,
+            cluster_of(4, per_node),
+            16,
+            planner="pipedream",
+            stages=stages,
+            max_replicas=most,
         )
         assert found.stages == stages
+        if most is None:
+            continue
         assert max(dict(found.schedule_options).get("replicas", (1,))) <= most
 
 

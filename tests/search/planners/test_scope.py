@@ -7,6 +7,7 @@ from penstock.cluster.device import Device, Link
 from penstock.errors import PlanError
 from penstock.search.planners.scope import (
     SIMULATED,
+    SIMULATED_FORWARDS,
     check_alike,
     check_scope,
     likely,
@@ -79,3 +80,67 @@ def test_few_proposals_are_simulated_and_of_large_ones_only_the_first():
     large = [Proposal((1,) * 50, "1f1b", 4096 + turn) for turn in range(10)]
     assert quickest(small) == small[:SIMULATED]
     assert quickest(large) == large[:1]
+
+
+@pytest.mark.parametrize(
+    ("options", "lengths", "micro_batches", "replicas", "needed"),
+    [
+        # Weights, gradients and momentum of 4 layers, 3 x 40 bytes each; 2 micro-batches of 8
+        # samples, in flight on stage 0 both; 100 bytes per sample and layer.
+        ({"recompute": "never"}, (2, 2), 2, (), 2 * 120 + 2 * 8 * 200),
+        # Only the first micro-batch is in flight on the only stage.
+        ({"recompute": "never"}, (4,), 2, (), 4 * 120 + 8 * 400),
+        # No more than there are.
+        ({"recompute": "never"}, (1, 1, 2), 1, (), 2 * 120 + 16 * 200),
+        # Two ranks of stage 0 share the micro-batches.
+        ({"recompute": "never"}, (2, 2), 2, (2, 1), 2 * 120 + 8 * 200),
+        # The inputs of all but one: 10 bytes per sample.
+        ({"recompute": "always"}, (2, 2), 2, (), 2 * 120 + 8 * 10 + 8 * 200),
+        # A stage behind the first one has the output of the layer before as its input.
+        ({"recompute": "always"}, (1, 2, 1), 4, (), 2 * 120 + 4 * 7 + 4 * 200),
+        # Its largest layer alone is recomputed.
+        ({}, (2, 2), 2, (), 2 * 120 + 8 * 10 + 8 * 100),
+        # A batch of 16 in 3 micro-batches has some of 6 samples.
+        ({"recompute": "never"}, (4,), 3, (), 4 * 120 + 6 * 400),
+    ],
+)
+def test_a_look_counts_the_least_bytes_of_the_fullest_stage(
+    profile_of, options, lengths, micro_batches, replicas, needed
+):
+    """What fits exactly may fit, and with a byte less it cannot."""
+    profile = profile_of([1e-3] * 4, activation=100.0, parameters=40, output=7.0)
+    proposal_options = (("replicas", replicas),) if replicas else ()
+    proposal = Proposal(lengths, "1f1b", micro_batches, proposal_options)
+    names = ("d",) * 3
+    assert may_fit(request_of(profile, needed, names, **options), proposal)
+    assert not may_fit(request_of(profile, needed - 1, names, **options), proposal)
+    own = Proposal(
+        lengths, "1f1b", micro_batches, proposal_options, recompute=options.get("recompute", "auto")
+    )
+    assert may_fit(request_of(profile, needed, names), own)
+    assert not may_fit(request_of(profile, needed - 1, names), own)
+
+
+def test_a_look_is_at_the_devices_that_a_proposal_names(profile_of):
+    """Of the replicas of a stage the one with the least memory counts."""
+    profile = profile_of([1e-3] * 2, activation=100.0, parameters=0, output=0.0)
+    link = Link(0.0, 1e9)
+    devices = (Device("d", 10), Device("e", 10**9), Device("e", 10**9))
+    request = PlanRequest({"d": profile, "e": profile}, Cluster("c", devices, 1, link, link), 16)
+    for chosen, expected in (((1, 2), True), ((0, 1), False), ((1, 0), False), ((), False)):
+        assert may_fit(request, Proposal((1, 1), "1f1b", 4, devices=chosen)) == expected
+    options = (("replicas", (1, 2)),)
+    assert not may_fit(request, Proposal((1, 1), "1f1b", 4, options, devices=(1, 2, 0)))
+    # A number of pipelines says nothing about the stages.
+    proposals = [Proposal((1, 1), "1f1b", 4, devices=chosen) for chosen in ((0, 1), (1, 2))]
+    assert likely(request, proposals) == proposals[1:]
+
+
+def test_proposals_are_simulated_up_to_their_forwards_together():
+    """The first always; those that reach the limit exactly are still simulated."""
+    stages, count = 10, SIMULATED_FORWARDS // 20
+    half = [Proposal((1,) * stages, "1f1b", count) for _ in range(4)]
+    assert len(quickest(half)) == 2
+    assert len(quickest([Proposal((1,) * stages, "1f1b", count + 1)] * 4)) == 1
+    assert quickest([]) == []
+    assert len(quickest(half, 1)) == 1

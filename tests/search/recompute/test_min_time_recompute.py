@@ -10,7 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.search.recompute.min_time_recompute import FINE, Layers, min_time_recompute
+from penstock.search.recompute.min_time_recompute import (
+    COARSE,
+    FINE,
+    Layers,
+    min_time_recompute,
+)
 
 
 def every_choice(layers: Layers) -> Iterator[list[tuple[int, int]]]:
@@ -120,3 +125,31 @@ def test_a_hundred_layers_of_different_seconds_are_within_the_rounding():
     assert fits
     assert kept <= numbers.sum() / 2
     assert seconds <= numbers.sum() / 2 * 1.02
+
+
+def test_a_few_layers_have_the_resolution_of_all_ticks():
+    """Of two layers that differ by 2 % in their seconds the faster one is recomputed, although the
+    other one frees more. Many layers have a number of ticks each.
+    """
+    two = Layers(
+        [1.0, 1.02], [100.0, 110.0], [0.0] * 2, [0.0] * 2, lambda i, j: 0.0, frozenset({0, 1})
+    )
+    assert min_time_recompute(two, lambda bounds: 115.0 - bounds)[0] == [(0, 1)]
+    swapped = Layers(
+        [1.02, 1.0], [110.0, 100.0], [0.0] * 2, [0.0] * 2, lambda i, j: 0.0, frozenset({0, 1})
+    )
+    assert min_time_recompute(swapped, lambda bounds: 115.0 - bounds)[0] == [(1, 2)]
+    for count in (100, 4):
+        seconds = [1.0] * (count - 1) + [0.5]
+        many = Layers(
+            seconds,
+            [10.0] * count,
+            [0.0] * count,
+            [0.0] * count,
+            lambda i, j: 0.0,
+            frozenset(range(count)),
+        )
+        room = 10.0 * (count - 1)
+        found, fits = min_time_recompute(many, lambda bounds, room=room: room - bounds, COARSE)
+        assert fits
+        assert found == [(count - 1, count)]

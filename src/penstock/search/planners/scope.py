@@ -12,7 +12,7 @@ from penstock.search.proposal import Proposal
 from penstock.search.request import PlanRequest
 
 #: Maximum number of proposals of a planner that are simulated, and maximum number of forwards of
-#: all of them together, not counting the first.
+#: all of them together; the first is always simulated.
 SIMULATED, SIMULATED_FORWARDS = 4, 50_000
 
 

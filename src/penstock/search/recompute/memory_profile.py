@@ -114,7 +114,7 @@ def _memory_profiles(schedule: Schedule) -> list[MemoryProfile]:
             steps[0::2, row][op, column] = rise[low:high]
             steps[1::2, row][op, column] = fall[low:high]
         # Rounded, so that moments whose shares of slices add up to the same are equal rows.
-        counts = np.cumsum(steps, axis=0).reshape(len(steps), -1).round(9)
+        counts = np.cumsum(steps, axis=0).reshape(len(steps), -1).round(12)
         moments = _undominated(np.unique(counts, axis=0)).reshape(-1, 3, len(stages))
         profiles.append(
             MemoryProfile(tuple(stages.tolist()), moments[:, 0], moments[:, 1], moments[:, 2])

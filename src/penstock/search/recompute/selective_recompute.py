@@ -33,6 +33,10 @@ from penstock.simulate.stage_seconds import parts_of
 #: Maximum number of moments of a rank that are taken into account.
 ROUNDS = 4
 
+#: Bytes by which an unrounded peak may exceed a rank's memory: simulation rounds peaks to whole
+#: bytes.
+ROUNDED_OFF = 0.49
+
 
 class Infeasible(Exception):  # an answer, not a failure
     """No selection frees enough memory within the cutoff."""
@@ -268,7 +272,8 @@ def _groups(placed: PlacedSchedule) -> list[_Group] | None:
         if profile.stages:
             group = groups.setdefault(profile.stages, _Group(placed, profile.stages, [], []))
             group.profiles.append(profile)
-            group.free_bytes.append(placed.request.memory_bytes(rank) - float(weights[rank]) - 1.0)
+            free_bytes = placed.request.memory_bytes(rank) - float(weights[rank])
+            group.free_bytes.append(free_bytes + ROUNDED_OFF)
     if sum(map(len, groups)) != schedule.stages:
         return None
     return list(groups.values())
