@@ -35,3 +35,36 @@ def test_memory_that_is_closed_cannot_be_opened_any_more():
     mine.close()
     with pytest.raises(OSError, match="No such file"):
         Segment.open(os.getpid(), fd)
+
+
+@pytest.mark.parametrize("nbytes", [64, 4096, 100_000])
+def test_a_new_segment_has_exactly_its_bytes_and_all_are_zero(nbytes):
+    """Numbers of entries begin at 1, and flags at 0."""
+    segment = Segment.make(nbytes)
+    other = Segment.open(os.getpid(), segment.fd)
+    for side in (segment, other):
+        assert len(side.memory) == side.bytes.numel() == 8 * len(side.words) == nbytes // 8 * 8
+        assert not side.bytes.any()
+    segment.close()
+
+
+def test_the_reader_of_a_segment_owns_no_descriptor():
+    """Closing it must not close a file of the same number in this process."""
+    segment = Segment.make(4096)
+    other = Segment.open(os.getpid(), segment.fd)
+    assert other.fd == -1
+    other.close()
+    os.fstat(segment.fd)
+    segment.close()
+    assert segment.fd == -1
+
+
+def test_a_segment_that_was_made_in_inference_mode_can_be_written_outside():
+    """Evaluation may come before training."""
+    with torch.inference_mode():
+        segment = Segment.make(4096)
+        other = Segment.open(os.getpid(), segment.fd)
+    for side in (segment, other):
+        assert not side.bytes.is_inference()
+        side.bytes[200] = 7
+    segment.close()
