@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from penstock.batches.batch import make_batch
+from penstock.batches.batch import Batch, make_batch
 from penstock.batches.in_flight import BatchesInFlight
 
 
@@ -63,3 +63,10 @@ def test_a_single_batch_has_its_numbers_and_no_others(count):
     assert alone.find(count) is None
     assert alone.find(count + 1) is None
     assert alone.take(0) is entry
+
+
+def test_a_batch_without_micro_batches_has_no_numbers():
+    """Records of batches have none; a size of 0 would divide by it."""
+    alone = BatchesInFlight.alone(Batch(0, [], None, [], "", training=True))
+    assert alone.size == 1
+    assert alone.find(0) is None

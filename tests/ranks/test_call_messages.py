@@ -359,3 +359,43 @@ def test_threads_of_one_process_have_nothing_to_compare():
     assert calls.begin(batch, X, Y, "train_batch") is batch
     calls.verify(1, 5.0, batch)
     calls.check_loader(object())
+
+
+def test_the_call_that_differs_is_named_though_later_ones_have_followed(monkeypatch):
+    """A loss is compared some batches later, when the rank has called other methods."""
+    monkeypatch.setattr(module, "_PATIENCE_S", 0.0)
+    calls, other = calls_of(), calls_of(1)
+    batch, source = begin(calls), begin(other, X + 1)
+    batch.checksum()
+    for _ in range(2):
+        calls.enter("save")
+    with pytest.raises(RanksDiffer, match="rank 1 has another batch than rank 0 in call 1"):
+        calls.verify(1, float(source.checksum()), batch)
+    for _ in range(8):
+        calls.enter("save")
+    with pytest.raises(RanksDiffer, match="rank 1 has another batch than rank 0 in call 0"):
+        calls.verify(1, float(source.checksum()), batch)
+
+
+def test_words_of_another_rank_are_waited_for(monkeypatch):
+    """A rank publishes its calls twice a second."""
+    now_s, looks = [0.0], []
+    calls, other = calls_of(), calls_of(1)
+    batch, source = begin(calls), begin(other, X + 1)
+    source.checksum()
+
+    def sleep(seconds):
+        now_s[0] += seconds
+        looks.append(now_s[0])
+        if now_s[0] > 1.0:
+            calls._board.others = {1: other.rows()}
+
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now_s[0], sleep=sleep))
+    with pytest.raises(RanksDiffer, match="the ranks have different batches in call 1"):
+        calls.verify(1, float(source.checksum()), batch)
+    assert 1.0 < now_s[0] < 1.1
+    calls._board.others = {1: [[7, 0, "later", "", ""]]}
+    now_s[0] = -9.0
+    with pytest.raises(RanksDiffer, match="rank 1 has another batch than rank 0 in call 1"):
+        calls.verify(1, float(source.checksum()), batch)
+    assert -6.0 <= now_s[0] < -5.9

@@ -96,3 +96,22 @@ def test_a_run_that_has_failed_is_reported_where_the_loss_is_used():
     for _ in range(2):
         with pytest.raises(RunError, match="rank 1 is gone"):
             float(loss)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, saved, torch.Tensor.clone])
+def test_a_copy_shares_no_memory_with_the_loss(copied):
+    """Whoever changes it must not change the loss of others."""
+    loss, _ = counted()
+    copied(loss).zero_()
+    assert float(loss) == 0.5
+    assert float(copied(loss)) == 0.5
+
+
+def test_operations_on_several_losses_read_each_of_them():
+    """In lists and keyword arguments as well."""
+    first, first_reads = counted(1.0)
+    second, second_reads = counted(2.0)
+    assert float(torch.stack([first, second]).sum()) == 3.0
+    assert float(torch.add(first, other=second, alpha=10)) == 21.0
+    assert (first_reads, second_reads) == ([1], [1])
+    assert first._read is None, "it refers to buffers of the batch"

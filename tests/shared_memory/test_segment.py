@@ -68,3 +68,27 @@ def test_a_segment_that_was_made_in_inference_mode_can_be_written_outside():
         assert not side.bytes.is_inference()
         side.bytes[200] = 7
     segment.close()
+
+
+def test_a_segment_is_not_inherited_by_other_programs():
+    """Its memory would stay as long as they run."""
+    segment = Segment.make(4096)
+    assert not os.get_inheritable(segment.fd)
+    segment.close()
+
+
+@pytest.mark.parametrize("fails", ["posix_fallocate", "fstat"])
+def test_a_segment_that_cannot_be_made_or_opened_leaves_no_descriptor(monkeypatch, fails):
+    """Memory may be short for a while, and the run goes on."""
+
+    def refuse(*_):
+        raise OSError(28, "No space left on device")
+
+    segment = Segment.make(4096)
+    files = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+    monkeypatch.setattr(os, fails, refuse)
+    with pytest.raises(OSError, match="No space left"):
+        Segment.make(4096) if fails == "posix_fallocate" else Segment.open(os.getpid(), segment.fd)
+    monkeypatch.undo()
+    assert len(os.listdir("/proc/self/fd")) == files  # noqa: PTH208
+    segment.close()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -275,3 +277,19 @@ def test_clients_of_several_threads_get_their_own_answers(server):
     with ThreadPoolExecutor(8) as pool:
         for number, answers in enumerate(pool.map(read, range(8))):
             assert answers == [str(number).encode()] * 30
+
+
+def test_connections_and_servers_hold_one_descriptor_each(tmp_path):
+    """A path longer than a socket's address takes another one, only for a moment."""
+    gc.collect()
+
+    def count():
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    before = count()
+    with StoreServer(tmp_path / "store") as server:
+        assert count() == before + 1
+        stores = [UnixStore(server.path) for _ in range(3)]
+        stores[0].set("key", "value")
+        assert count() <= before + 1 + 2 * len(stores)
+        stores[0]._socket.close()

@@ -13,6 +13,7 @@ import pytest
 from torch import nn
 
 from penstock.errors import RunError
+from penstock.values import classes
 from penstock.values.classes import find, name_of, remember, remember_code
 
 
@@ -220,3 +221,32 @@ class Outer:
 
     class Inner:
         """A nested class."""
+
+
+def test_a_remembered_class_comes_before_one_that_a_module_has_under_its_name():
+    """A script's class was sent to its ranks, where the module of that name is another one."""
+    local = type("OrderedDict", (), {"__module__": "collections"})
+    assert find("collections:OrderedDict") is not local
+    remember(local)
+    assert find("collections:OrderedDict") is local
+    del local
+    gc.collect()
+    assert find("collections:OrderedDict") is __import__("collections").OrderedDict
+
+
+def test_a_class_that_a_module_has_is_not_remembered():
+    """A module that is loaded again has a new class, which counts."""
+    remember(Outer)
+    assert name_of(Outer) not in classes._REMEMBERED
+
+
+@pytest.mark.parametrize(
+    "annotation", ["Wanted2", "a.Wanted2", "dict[str, 'Wanted2']", "_2 | Wanted2"]
+)
+def test_words_of_annotations_may_have_digits(annotation):
+    """They are names as any other."""
+    cls = new_class()
+    names = {"Wanted2": cls, "Wanted": new_class("Other")}
+    exec(f"def function(x: {annotation!r}): ...", names)
+    remember_code([names["function"]])
+    assert is_found(cls)

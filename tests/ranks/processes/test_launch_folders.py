@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from pathlib import Path
 
 from penstock.ranks.processes.launch_folders import (
     locked_folder,
@@ -23,7 +24,9 @@ def test_only_folders_that_no_process_has_locked_are_removed(tmp_path, monkeypat
     (tmp_path / "penstock-test-link").symlink_to(other)
     remove_abandoned("penstock-test-")
     assert abandoned.exists()  # it is new: its launcher may be about to lock it
+    descriptors = len(list(Path("/proc/self/fd").iterdir()))
     remove_abandoned("penstock-test-", new_s=0.0)
+    assert len(list(Path("/proc/self/fd").iterdir())) == descriptors
     assert running.exists()
     assert not abandoned.exists()
     assert other.exists()
