@@ -179,3 +179,14 @@ def test_ops_of_a_gpu_are_timed_in_the_current_stream_of_their_device(monkeypatc
     clock.mark()
     assert recorded == [(True, "stream of cuda:1")] * 2
     assert isinstance(clock_for(torch.device("meta")), HostClock)
+
+
+def test_marks_within_a_capture_are_none_though_the_batch_began_before_it():
+    """The batch has an origin then, and such an event would belong to the graph."""
+    device, capturing = Device(), [False]
+    clock = EventClock(device.record, device.host_s, lambda: capturing[0])
+    clock.begin()
+    capturing[0] = True
+    assert clock.mark() is None
+    capturing[0] = False
+    assert clock.seconds(clock.mark()) == pytest.approx(1000.0)

@@ -14,6 +14,9 @@ import torch
 from penstock.errors import DeadlineExceeded, PeerFailed, RanksDiffer, StageFailed
 from penstock.ranks import process_world as module
 from penstock.ranks.process_world import DistributedWorld
+from penstock.schedule.lower import Message
+from penstock.schedule.op import Kind
+from penstock.transport import same_host
 from penstock.transport.distributed import LOSS_TAG, MAX_IN_FLIGHT
 from penstock.transport.payload import Payload, TensorForm
 from penstock.transport.transport import TransportLost, TransportTimeout
@@ -398,3 +401,17 @@ def test_clocks_are_measured_when_a_timeline_is_asked_for(ranks):
     )
     assert world.to_first_clock() == "to first"
     assert ranks.log == ["measure"]
+
+
+def test_numbers_that_are_told_have_a_name_that_no_message_of_a_schedule_has():
+    """Shared memory matches messages by name; a stage has 20 bits of it."""
+    message = module._TELL_MESSAGE
+    assert 1 << 10 <= message.stage < 1 << 20
+    names = {
+        same_host._name(Message(kind, stage, number))
+        for kind in Kind
+        for stage in range(20)
+        for number in range(20)
+    }
+    assert len(names) == len(Kind) * 400
+    assert same_host._name(message) not in names

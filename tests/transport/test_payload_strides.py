@@ -142,3 +142,21 @@ def test_a_payload_is_copied_only_on_request_and_has_as_many_tensors_as_its_head
     for wrong in (buffers[:1], [*buffers, torch.ones(1)]):
         with pytest.raises(ValueError, match="argument"):
             header.unpacked(wrong)
+
+
+@pytest.mark.parametrize("copies", [False, True])
+@pytest.mark.parametrize(
+    ("tensor", "needs_copy"),
+    [
+        (torch.arange(6.0).reshape(2, 3).t(), False),
+        (torch.arange(24.0).reshape(1, 2, 3, 4).to(memory_format=torch.channels_last), False),
+        (torch.arange(12.0).reshape(4, 3)[:, :2], True),
+    ],
+)
+def test_received_memory_is_used_as_it_is_where_its_strides_fit(tensor, needs_copy, copies):
+    """A copy of each message would take time and memory."""
+    form = TensorForm.of(tensor, wants_grad=False)
+    packed = form.packed(tensor).contiguous().clone()
+    received = form.unpacked(packed, copies=copies)
+    shares = received.untyped_storage().data_ptr() == packed.untyped_storage().data_ptr()
+    assert shares is not (needs_copy or copies)

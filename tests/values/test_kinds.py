@@ -134,6 +134,14 @@ class ProductObject(Whole):
     """An object of the product."""
 
 
+class Simple:
+    """A class with one attribute that torch's pytree knows."""
+
+    def __init__(self, h):
+        self.h = h
+
+
+pytree.register_pytree_node(Simple, lambda one: ([one.h], None), lambda parts, _: Simple(*parts))
 pytree.register_pytree_node(Known, lambda known: ([known.h], None), lambda parts, _: Known(*parts))
 pytree.register_pytree_node(Node, lambda node: (node.parts, "c"), lambda parts, _: Node(parts))
 
@@ -163,6 +171,7 @@ pytree.register_pytree_node(Node, lambda node: (node.parts, "c"), lambda parts, 
         (UserList, OBJECT),
         (argparse.Namespace, OBJECT),
         (Node, REGISTERED),
+        (Simple, REGISTERED),
         (Closing, None),
         (ProductObject, None),
         (enum.Enum, None),

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from penstock.errors import RunError
+from penstock.values.classes import find, name_of
 from penstock.values.structure import (
     LEAF,
     Unflattenable,
@@ -380,3 +381,16 @@ def test_tensors_and_constants_are_in_the_order_of_the_value():
     assert tensors_of(3) == []
     assert map_tensors(lambda tensor: tensor.shape, H) == (2, 3)
     assert map_tensors(lambda tensor: tensor.shape, (H, 7)) == ((2, 3), 7)
+
+
+def test_classes_of_values_are_found_by_name_afterwards():
+    """A rank that has made such a value can receive one; the class may be local to a function."""
+
+    @dataclasses.dataclass
+    class Local:
+        h: object
+
+    with pytest.raises(RunError, match="this rank does not find that class"):
+        find(name_of(Local))
+    flatten([{"a": Local(H)}])
+    assert find(name_of(Local)) is Local
