@@ -35,6 +35,8 @@ def test_the_order_depends_on_seed_and_epoch_alone():
     assert torch.equal(torch.rand(3), drawn)
     assert torch.equal(sample_order(20, 5, 6), first)
     assert torch.equal(sample_order(20, np.int64(5), np.int64(6)), first)
+    with torch.device("meta"):
+        assert torch.equal(sample_order(20, 5, 6), first)
 
 
 def test_orders_of_released_versions_stay():
