@@ -399,3 +399,11 @@ def test_words_of_another_rank_are_waited_for(monkeypatch):
     with pytest.raises(RanksDiffer, match="rank 1 has another batch than rank 0 in call 1"):
         calls.verify(1, float(source.checksum()), batch)
     assert -6.0 <= now_s[0] < -5.9
+
+
+def test_batches_of_other_numbers_have_other_checksums():
+    """Of all 26 bits: with a few bits a difference would often go unnoticed."""
+    checks = {begin(calls_of(), X + number, Y).checksum() for number in range(300)}
+    assert len(checks) == 300
+    assert all(check & module._MASK > 0 for check in checks)
+    assert max(checks) < 2**53
