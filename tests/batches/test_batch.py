@@ -293,3 +293,18 @@ def test_other_items_of_a_loader_are_refused_with_what_they_are(item, descriptio
     """Two rows of a tensor, or two letters, are no pair."""
     with pytest.raises(SettingError, match=f"^the loader yields {description}, and train takes"):
         parse_pair(item)
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_every_tensor_of_an_output_must_index_the_samples(place):
+    """Also one that comes after others that do."""
+    split_batch = batch(rows(8), None, 2)
+    outputs = {}
+    for number, x in enumerate(split_batch.inputs):
+        output = [x, x * 2, x[:, 0]]
+        output[place] = x.mean(0, keepdim=True)
+        outputs[number] = output
+    with pytest.raises(
+        SettingError, match=r"the model returned tensors of shape \(1, 2\), \(1, 2\)"
+    ):
+        split_batch.joined(outputs)

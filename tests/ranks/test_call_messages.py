@@ -407,3 +407,18 @@ def test_batches_of_other_numbers_have_other_checksums():
     assert len(checks) == 300
     assert all(check & module._MASK > 0 for check in checks)
     assert max(checks) < 2**53
+
+
+def test_the_difference_that_was_found_first_is_raised_by_all(monkeypatch):
+    """Another rank may have written it before this one."""
+    monkeypatch.setattr(module, "_PATIENCE_S", 0.0)
+    calls, other = calls_of(), calls_of(1)
+
+    def first():
+        assert calls._board.failures
+        raise RanksDiffer("the first")
+
+    calls._board.check_difference = first
+    batch, source = begin(calls), begin(other, X + 1)
+    with pytest.raises(RanksDiffer, match=r"^the first$"):
+        calls.verify(1, float(source.checksum()), batch)

@@ -93,6 +93,7 @@ def ranks(monkeypatch):
 
     def transfer(name):
         def start(tensor, process, *, group, tag=None, async_op=None):
+            assert tensor.is_contiguous(), "gloo sends memory as it is"
             log.append((name, process, group, tag, tensor.tolist()))
             return f"{name} {process}"
 
@@ -221,11 +222,14 @@ def test_tensors_are_gathered_by_rank_0_in_the_order_of_the_ranks(ranks, rank):
 
 def test_a_value_is_broadcast_after_its_header_unless_its_form_is_known(ranks, monkeypatch):
     """The receiver must know shapes and nesting."""
-    value = {"a": torch.arange(6.0).reshape(2, 3).t(), "b": "text"}
+    value = {"a": torch.arange(9.0).reshape(3, 3)[:, :2], "b": "text"}
     sent = []
-    monkeypatch.setattr(
-        module.dist, "broadcast", lambda tensor, source, **_: sent.append((source, tensor.clone()))
-    )
+
+    def send(tensor, source, **_):
+        assert tensor.is_contiguous()
+        sent.append((source, tensor.clone()))
+
+    monkeypatch.setattr(module.dist, "broadcast", send)
     result = ranks.world().broadcast(value, 1)
     assert torch.equal(result["a"], value["a"])
     assert result["b"] == "text"

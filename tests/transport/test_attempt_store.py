@@ -125,3 +125,23 @@ def test_a_rank_that_was_lost_before_it_joined_ends_the_handshake(monkeypatch, r
     monkeypatch.setattr(attempt_store, "LostSiblings", lambda: SimpleNamespace(check=lose))
     with pytest.raises(RunError, match=r"lost \[0\]" if rank else r"lost \[1, 2\]"):
         separate_attempts(HashStore(), rank, 3)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_handshake_ends_at_its_time_limit(monkeypatch, rank):
+    """Looks are 20 ms apart."""
+    clock = SimpleNamespace(now_s=100.0, pauses=[])
+    clock.monotonic = lambda: clock.now_s
+
+    def sleep(seconds):
+        clock.now_s += seconds
+        clock.pauses.append(seconds)
+
+    clock.sleep = sleep
+    siblings = SimpleNamespace(check=lambda missing: None)
+    monkeypatch.setattr(attempt_store, "time", clock)
+    monkeypatch.setattr(attempt_store, "LostSiblings", lambda: siblings)
+    with pytest.raises(RunError, match="did not join within 5 s of the start"):
+        separate_attempts(HashStore(), rank, 2, timeout_s=5.0)
+    assert 105.0 <= clock.now_s <= 105.03
+    assert set(clock.pauses) == {0.02}

@@ -286,3 +286,18 @@ def test_the_largest_number_of_a_row_is_127_steps():
     assert integers.tolist() == [[127, -64], [-127, 64]]
     assert (integers.dtype, scale.dtype) == (torch.int8, torch.float32)
     assert scale.flatten().tolist() == pytest.approx([2 / 127, 0.5 / 127])
+
+
+@pytest.mark.parametrize("kind", list(Kind))
+def test_both_ends_of_a_link_compress_the_same_kinds(kind):
+    """Activations that move to another rank come back as they were, as do all updates."""
+    exchange = Exchange()
+    sender = CompressedTransport(MemoryTransport(0, exchange, 1.0), "bfloat16")
+    receiver = CompressedTransport(MemoryTransport(1, exchange, 1.0), "bfloat16")
+    x = torch.linspace(0.1, 1.0, 512)
+    message = Message(kind, 1, 0)
+    sent_bytes = sender.send(1, message, Payload.of(x), "form")
+    received = receiver.post(0, message, "form").wait().value()
+    compressed = kind in (Kind.F, Kind.B)
+    assert torch.equal(received, x.bfloat16().float() if compressed else x)
+    assert sent_bytes == x.nbytes // 2 if compressed else x.nbytes

@@ -293,3 +293,15 @@ def test_connections_and_servers_hold_one_descriptor_each(tmp_path):
         stores[0].set("key", "value")
         assert count() <= before + 1 + 2 * len(stores)
         stores[0]._socket.close()
+
+
+def test_the_threads_of_a_closed_server_end(tmp_path):
+    """A launcher may launch many times."""
+    before = set(threading.enumerate())
+    with StoreServer(tmp_path / "store") as server:
+        UnixStore(server.path).set("key", "value")
+        started = set(threading.enumerate()) - before
+        assert len(started) == 2
+    for thread in started:
+        thread.join(HANG_S)
+        assert not thread.is_alive()

@@ -394,3 +394,24 @@ def test_classes_of_values_are_found_by_name_afterwards():
         find(name_of(Local))
     flatten([{"a": Local(H)}])
     assert find(name_of(Local)) is Local
+
+
+class Fresh:
+    """An object that makes the list of its parts anew."""
+
+    def __init__(self, number):
+        self.number = number
+
+    def __del__(self):
+        """So that it is not rebuilt by its attributes."""
+
+
+pytree.register_pytree_node(
+    Fresh, lambda one: ([[one.number, one.number]], None), lambda parts, _: Fresh(parts[0][0])
+)
+
+
+def test_lists_that_exist_only_while_a_value_is_taken_apart_are_not_confused():
+    """The next one could get the memory, and so the identity, of one that is gone."""
+    rebuilt = unflatten(*reversed(flatten([Fresh(number) for number in range(20)])))
+    assert [one.number for one in rebuilt] == list(range(20))
