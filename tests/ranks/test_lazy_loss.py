@@ -115,3 +115,10 @@ def test_operations_on_several_losses_read_each_of_them():
     assert float(torch.add(first, other=second, alpha=10)) == 21.0
     assert (first_reads, second_reads) == ([1], [1])
     assert first._read is None, "it refers to buffers of the batch"
+
+
+def test_a_loss_is_on_the_device_of_its_rank_before_it_is_read():
+    """Callers may ask for the device to make other tensors there."""
+    loss = LazyLoss(torch.device("meta"), lambda: torch.zeros((), device="meta"))
+    assert (loss.device.type, loss.dtype) == ("meta", torch.float32)
+    assert loss._value is None

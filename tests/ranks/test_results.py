@@ -71,6 +71,7 @@ class World:
     def broadcast(self, value, source, form=None):
         """Return the value of a rank."""
         if self.rank == source:
+            assert form is None or (value.shape, value.dtype) == (form.shape, form.torch_dtype)
             self.tell(value)
             return value
         return self._get(source)

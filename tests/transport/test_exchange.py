@@ -154,3 +154,17 @@ def test_an_error_of_a_receive_is_raised_as_well():
     failed = Exchange([GatedWork("r1", log, error=RuntimeError("lost"))], [], None, 60.0)
     with pytest.raises(RuntimeError, match="lost"):
         failed.wait(SOON)
+
+
+def test_no_send_starts_before_those_of_the_previous_exchange_have_left():
+    """Two exchanges at once would share the card; they come in one order on all ranks."""
+    log, gate = [], threading.Event()
+    first = Exchange([], sends(log, ["s1"], gate), None, 60.0)
+    second = Exchange([], sends(log, ["s2"]), first, 60.0)
+    third = Exchange([], sends(log, ["s3"]), second, 60.0)
+    with pytest.raises(RuntimeError, match="longer"):
+        third.wait(timedelta(milliseconds=20))
+    assert log == ["s1 started"]
+    gate.set()
+    assert third.wait(SOON)
+    assert log == [f"s{number} {end}" for number in (1, 2, 3) for end in ("started", "ended")]
