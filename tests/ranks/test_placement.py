@@ -66,6 +66,8 @@ ONE_KIND = tuple((host, "cpu") for host, _ in KINDS)
         ((1, 3), KINDS, "ba", (1, 0)),
         ((1, 3), KINDS, "bcac", (2, 0)),
         ((0, 1), KINDS, "ab", None),
+        ((1, 3), KINDS, "aaabb", (0, 4)),
+        ((0, 1, 3), KINDS, "aaab", (0, 1, 3)),
         ((0, 2), KINDS, "ccdd", None),
         ((0, 3), ONE_KIND, "ccdd", (0, 3)),
         ((0, 3), ONE_KIND, "cdcd", (0, 3)),
@@ -76,7 +78,9 @@ def test_with_host_names_the_processes_of_a_host_are_its_devices(
     devices, cluster_devices, hosts, ranks
 ):
     """In whatever order the hosts have joined; other hosts do only if all devices are alike."""
-    setting = config(devices=devices, cluster_ranks=4, cluster_devices=cluster_devices)
+    setting = config(
+        len(devices), devices=devices, cluster_ranks=4, cluster_devices=cluster_devices
+    )
     assert ranks_of_devices(setting, list(hosts)) == ranks
 
 
