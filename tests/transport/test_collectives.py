@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from penstock.cluster.device import Device
 from penstock.errors import RunError
 from penstock.ranks.processes.launch import launch
-from penstock.transport import process_group
+from penstock.transport import collectives, process_group
 from penstock.transport.collectives import all_gather, barrier, begin_barrier, broadcast
 from penstock.transport.process_group import join
 
@@ -157,3 +157,13 @@ def test_a_lost_connection_is_an_error_of_the_run(group, monkeypatch, call):
     message = "could not exchange values with the other ranks: Connection closed"
     with pytest.raises(RunError, match=message):
         call()
+
+
+def test_the_host_reads_the_sum_of_a_barrier(group, monkeypatch):
+    """Over NCCL only the stream waits for the sum, and the host would go on."""
+    log = []
+    count = SimpleNamespace(item=lambda: log.append("read"))
+    monkeypatch.setattr(collectives, "_to_tensor", lambda content, group: count)
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, group: log.append("sum"))
+    barrier("group")
+    assert log == ["sum", "read"]

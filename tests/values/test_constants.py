@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from penstock.errors import RunError
+from penstock.values.classes import find, name_of
 from penstock.values.constants import (
     Whole,
     decode,
@@ -295,3 +296,22 @@ def test_names_of_dtypes_are_those_of_torch():
         assert dtype_of(dtype_name(dtype)) is dtype
     with pytest.raises(RunError, match=r"contains torch\.strided, which is no dtype"):
         dtype_of("strided")
+
+
+def test_classes_that_were_sent_are_found_by_name_afterwards():
+    """This rank may get them back; both are local to a function."""
+
+    class Sent:
+        """A class that is sent itself."""
+
+    class Level(enum.Enum):
+        """A class of which a member is sent."""
+
+        LOW = 1
+
+    for value, cls in ((Sent, Sent), (Level.LOW, Level)):
+        with pytest.raises(RunError, match="this rank does not find that class"):
+            find(name_of(cls))
+        text = encode(value)
+        assert find(name_of(cls)) is cls
+        assert decode(text) is value
