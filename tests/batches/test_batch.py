@@ -1,5 +1,5 @@
 """Batches: split into micro-batches of nearly equal size, joined again, and distinguished by
-signature.
+signature. Slices are in test_batch_slices.py.
 """
 
 from __future__ import annotations
@@ -10,13 +10,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
-from torch.utils import _pytree as pytree
 
-from penstock.batches.batch import make_batch
-from penstock.batches.splitting import cut, even_sizes, join, sample_count, sizes_by_share
+from penstock.batches.batch import make_batch, parse_pair
 from penstock.errors import SettingError
-from penstock.schedule.slicing import Slicing
 
 
 def batch(x, y=None, parts=2, *, step=0, training=True):
@@ -58,39 +54,6 @@ def test_shares_are_those_of_the_samples_and_sum_to_1(samples, parts):
     assert split_batch.micro_batches == min(samples, parts) == len(split_batch.shares)
     assert math.fsum(split_batch.shares) == pytest.approx(1, abs=1e-12)
     assert [share * samples for share in split_batch.shares] == pytest.approx(sizes)
-
-
-@st.composite
-def nested(draw):
-    """Nested values whose tensors have 9 samples."""
-    tensor = st.sampled_from([torch.float32, torch.int64, torch.bool]).map(
-        lambda dtype: rows(9).to(dtype)
-    )
-    leaf = st.one_of(tensor, st.none(), st.integers(), st.text(max_size=3))
-    value = st.recursive(
-        leaf,
-        lambda inner: st.one_of(
-            st.lists(inner, min_size=1, max_size=3),
-            st.lists(inner, max_size=2).map(tuple),
-            st.dictionaries(st.text(max_size=2), inner, max_size=3),
-        ),
-        max_leaves=6,
-    )
-    return draw(value)
-
-
-@given(nested(), st.integers(1, 12))
-@settings(deadline=None, max_examples=100)
-def test_joining_the_parts_restores_the_whole(value, parts):
-    """Outputs of micro-batches come back to the user as one, nested as the model made them;
-    constants once.
-    """
-    pieces = cut(value, even_sizes(9, parts))
-    assert len(pieces) == parts
-    whole = join(pieces)
-    assert pytree.tree_structure(whole) == pytree.tree_structure(value)
-    for leaf, expected in zip(pytree.tree_leaves(whole), pytree.tree_leaves(value), strict=True):
-        assert torch.equal(leaf, expected) if isinstance(expected, Tensor) else leaf == expected
 
 
 def test_nested_inputs_are_cut_together():
@@ -188,11 +151,6 @@ def test_a_batch_that_cannot_be_cut_is_refused_with_its_shapes(x, y, message):
         batch(x, y)
 
 
-def test_samples_are_counted_over_all_tensors():
-    """One number, whatever the nesting."""
-    assert sample_count({"a": rows(5), "b": [torch.ones(5), "text", None]}, "x") == 5
-
-
 @pytest.mark.parametrize(
     "output",
     [
@@ -210,208 +168,143 @@ def test_outputs_whose_first_dimension_is_not_the_samples_are_refused(output):
     assert len(flat) == 48
 
 
-def test_an_output_without_samples_cannot_be_joined():
-    """Of several micro-batches' numbers none is the batch's: their mean, sum or maximum is the
-    model's own business.
-    """
-    with pytest.raises(
-        SettingError,
-        match="the model's output has a tensor without a dimension: outputs of micro-batches are joined",
+@pytest.mark.parametrize("nest", [lambda value: value, lambda value: (value, 1)])
+def test_inputs_and_targets_that_require_a_gradient_are_refused_in_training(nest):
+    """A pipeline computes none for them, and they would silently get none."""
+    x, y = rows(4), torch.ones(4)
+    for inputs, targets, name in (
+        (rows(4).requires_grad_(), y, "inputs"),
+        (x, torch.ones(4, requires_grad=True), "targets"),
     ):
-        join([(torch.ones(2), torch.tensor(1.0)), (torch.ones(2), torch.tensor(2.0))])
+        message = rf"the {name} of a batch have a tensor of shape \(4.*\) that requires a gradient"
+        with pytest.raises(SettingError, match=message):
+            batch(nest(inputs), nest(targets))
+        assert batch(nest(inputs), nest(targets), training=False).micro_batches == 2
+    assert batch(nest(x.requires_grad_().detach()), nest(y)).training
 
 
-# -- slices
-# -----------------------------------------------------------------------------------------------------------
+def test_strides_and_shared_memory_of_inputs_are_part_of_the_signature():
+    """The first stage may pass them on, with other strides or as other parts of one tensor."""
+    x, y = rows(4), torch.arange(4)
+    separate, same = (x, x.clone()), (x, x[:, :])
+    signatures = {
+        batch(value, y).signature
+        for value in (x, x.t().contiguous().t(), rows(4, width=4)[:, :2], separate, same, (x, x))
+    }
+    assert len(signatures) == 6
 
 
-def sliced(x, y, slicing, **options):
-    """A batch of x in the micro-batches and slices of `slicing`."""
-    return make_batch(x, y, len(slicing.shares), step=0, training=True, slicing=slicing, **options)
-
-
-def text(samples, tokens):
-    """Tokens that can be told apart."""
-    return torch.arange(samples * tokens).reshape(samples, tokens)
-
-
-@given(
-    st.integers(1, 8).flatmap(
-        lambda n: st.tuples(
-            st.lists(st.floats(0.01, 1), min_size=n, max_size=n), st.integers(n, 400)
-        )
-    )
-)
-@settings(deadline=None, max_examples=200)
-def test_sizes_by_share_add_up_and_none_is_further_from_its_share_than_it_must(drawn):
-    """Tokens must neither be lost nor be counted twice, and no slice may be empty."""
-    shares, total = drawn
-    sizes = sizes_by_share(total, shares)
-    assert sum(sizes) == total
-    assert min(sizes) >= 1
-    exact_sizes = [total * share / sum(shares) for share in shares]
-    if min(exact_sizes) >= 1:
-        assert all(
-            abs(size - exact) < 1 + 1e-6 for size, exact in zip(sizes, exact_sizes, strict=True)
-        )
-
-
-@pytest.mark.parametrize(("total", "shares", "sizes"), [
-    (6, [1 / 6, 2 / 6, 3 / 6], [1, 2, 3]), (10, [1 / 3] * 3, [4, 3, 3]), (9, [1 / 3] * 3, [3, 3, 3]), (7, [0.5, 0.5], [4, 3]),
-    (2, [0.99, 0.01], [1, 1]), (4, [0.9, 0.05, 0.05], [2, 1, 1]), (5, [1.0], [5]), (2**24 + 1, [0.5, 0.5], [2**23 + 1, 2**23]),
-])  # fmt: skip
-def test_sizes_by_share_of_equals_make_the_first_larger(total, shares, sizes):
-    """As with micro-batches; shares that were a fraction of whole tokens give these back."""
-    assert sizes_by_share(total, shares) == sizes
-
-
-def test_sequences_are_cut_within_their_micro_batches():
-    """Numbers go through: all slices of micro-batch 0 first. A slice's share is that of its tokens
-    in its micro-batch's samples.
+def test_plain_and_nested_targets_make_one_signature():
+    """The targets' nesting does not matter to what stages pass on; the fast way of plain tensors
+    gives the same batch.
     """
-    x = text(5, 8)
-    sliced_batch = sliced(
-        {"tokens": x, "name": "a"}, (x + 1,), Slicing("tokens", ((0.5, 0.25, 0.25), (1.0,)))
-    )
-    assert [tuple(part["tokens"].shape) for part in sliced_batch.inputs] == [
-        (3, 4),
-        (3, 2),
-        (3, 2),
-        (2, 8),
-    ]
-    assert torch.equal(sliced_batch.inputs[1]["tokens"], x[:3, 4:6])
-    assert [part["name"] for part in sliced_batch.inputs] == ["a"] * 4
-    assert all(
-        torch.equal(target[0], part["tokens"] + 1)
-        for target, part in zip(sliced_batch.targets, sliced_batch.inputs, strict=True)
-    )
-    assert sliced_batch.shares == pytest.approx([0.3, 0.15, 0.15, 0.4])
-    assert (sliced_batch.micro_batches, sliced_batch.numbers, sliced_batch.cuts_tokens) == (
-        2,
-        range(4),
-        True,
-    )
-    assert [sliced_batch.place(n) for n in sliced_batch.numbers] == [(0, 2), (0, 2), (0, 2), (1, 2)]
-    assert [sliced_batch.next_slice(n) for n in sliced_batch.numbers] == [1, 2, None, None]
+    x, y = rows(7), torch.arange(7)
+    plain, nested_batch = batch(x, y, 3, step=2), batch(x, [y], 3, step=2)
+    assert plain.signature == nested_batch.signature
+    assert plain.shares == nested_batch.shares == [3 / 7, 2 / 7, 2 / 7]
+    assert (plain.step, plain.training, plain.slicing) == (2, True, None)
+    for one, other in zip(plain.targets, nested_batch.targets, strict=True):
+        assert torch.equal(one, other[0])
+    assert plain.whole[0] is x
+    assert plain.whole[1] is y
+    assert nested_batch.whole[1][0] is y
 
 
-@given(
-    st.integers(1, 9),
-    st.integers(3, 12),
-    st.lists(st.sampled_from([(1.0,), (0.5, 0.5), (0.2, 0.5, 0.3)]), min_size=1, max_size=4),
-)
-@settings(deadline=None, max_examples=60)
-def test_cut_sequences_are_whole_again_when_joined(samples, tokens, shares):
-    """Outputs come back along tokens, then samples; and the self-check sees the sequences whole."""
-    x = text(samples, tokens)
-    sliced_batch = sliced(x, x, Slicing("tokens", tuple(shares)))
-    assert torch.equal(sliced_batch.joined(dict(enumerate(sliced_batch.inputs))), x)
-    assert math.fsum(sliced_batch.shares) == pytest.approx(1)
-    whole = sliced_batch.with_whole_sequences()
-    assert torch.equal(torch.cat(whole.inputs), x)
-    assert torch.equal(torch.cat(whole.targets), x)
-    assert whole.shares == pytest.approx(batch(x, x, len(shares)).shares)
-    assert [len(part) for part in whole.inputs] == [
-        len(part) for part in batch(x, x, len(shares)).inputs
-    ]
+def test_batches_do_not_share_their_lists():
+    """What is known of a batch size is kept: a change of one batch must not reach the next one."""
+    first = batch(rows(5), torch.arange(5))
+    first.shares[0] = 7.0
+    first.losses[0] = torch.zeros(())
+    second = batch(rows(5), torch.arange(5))
+    assert second.shares == [3 / 5, 2 / 5]
+    assert second.losses == {}
 
 
-def test_slices_of_samples_are_micro_batches_of_the_sizes_of_their_shares():
-    """AutoPipe's halves. They hand nothing on."""
-    sliced_batch = sliced(
-        rows(16), torch.arange(16), Slicing("samples", ((0.5, 0.5), (1.0,), (1.0,), (0.25, 0.75)))
-    )
-    assert [len(part) for part in sliced_batch.inputs] == [2, 2, 4, 4, 1, 3]
-    assert sliced_batch.shares == [size / 16 for size in (2, 2, 4, 4, 1, 3)]
-    assert (sliced_batch.micro_batches, sliced_batch.cuts_tokens) == (6, False)
-    assert [sliced_batch.place(n) for n in sliced_batch.numbers] == [
-        (0, 4),
-        (0, 4),
-        (1, 4),
-        (2, 4),
-        (3, 4),
-        (3, 4),
-    ]
-    assert [sliced_batch.next_slice(n) for n in sliced_batch.numbers] == [None] * 6
-    assert torch.equal(sliced_batch.joined(dict(enumerate(sliced_batch.inputs))), rows(16))
+def test_numbers_of_one_batch_have_different_forms_and_batches_of_one_form_the_same():
+    """Receives are posted by them; micro-batches of a batch may differ in size."""
+    first, second = batch(rows(5), None), batch(rows(5) + 1, None, step=1)
+    assert first.forms == second.forms
+    assert len(set(first.forms)) == 2
+    assert set(first.forms).isdisjoint(batch(rows(6), None).forms)
 
 
-def test_a_batch_too_small_for_its_slices_fills_the_first_of_them():
-    """Of samples: single samples. Of tokens: fewer micro-batches, cut as ever."""
-    sliced_batch = sliced(rows(3), None, Slicing("samples", ((0.5, 0.5), (0.5, 0.5))))
-    assert [len(part) for part in sliced_batch.inputs] == [1, 1, 1]
-    assert (sliced_batch.micro_batches, sliced_batch.slicing, sliced_batch.place(2)) == (
-        3,
-        None,
-        (2, 3),
-    )
-    sliced_batch = sliced(text(2, 4), None, Slicing("tokens", ((0.5, 0.5), (0.25, 0.75), (1.0,))))
-    assert [tuple(part.shape) for part in sliced_batch.inputs] == [(1, 2), (1, 2), (1, 1), (1, 3)]
-    assert (sliced_batch.micro_batches, sliced_batch.slicing.shares) == (
-        2,
-        ((0.5, 0.5), (0.25, 0.75)),
-    )
-
-
-def test_each_slicing_has_a_separate_signature():
-    """The shapes between stages depend on it."""
-    x = text(4, 8)
-    ways = [
-        ("tokens", ((0.5, 0.5),)),
-        ("tokens", ((0.25, 0.75),)),
-        ("samples", ((0.5, 0.5),)),
-        ("tokens", ((0.5, 0.5), (0.5, 0.5))),
-    ]
-    signatures = [sliced(x, None, Slicing(*way)).signature for way in ways]
-    assert len({*signatures, batch(x, None, 1).signature, batch(x, None, 2).signature}) == 6
+def losses_of(values, factors):
+    """A batch with losses and factors by number."""
+    loss_batch = batch(rows(len(values)), None, len(values))
+    loss_batch.losses = {number: torch.tensor(value) for number, value in enumerate(values)}
+    loss_batch.loss_factors = factors
+    return loss_batch
 
 
 @pytest.mark.parametrize(
-    ("x", "y", "message"),
+    ("factors", "numbers", "expected"),
     [
-        (
-            text(4, 2),
-            None,
-            r"^sequences of 2 tokens cannot be cut into 3 slices: use a schedule with at most 2 slices, or longer sequences$",
-        ),
-        (
-            torch.ones(4),
-            None,
-            r"^the schedule cuts sequences, so the inputs of a batch must be tensors with the same number of tokens, .* these have \(4,\)$",
-        ),
-        (torch.ones(4, 0), None, r"second dimension; these have \(4, 0\)$"),
-        (
-            (text(4, 8), torch.ones(4)),
-            None,
-            r"the inputs of a batch must be .* these have \(4, 8\), \(4,\)$",
-        ),
-        ((text(4, 8), torch.ones(4, 1)), None, r"these have \(4, 8\), \(4, 1\)$"),
-        (text(4, 8), torch.arange(4), r"the targets of a batch must be .* these have \(4,\)$"),
-        (
-            text(4, 8),
-            text(4, 7),
-            r"^the schedule cuts sequences: the inputs have 8 tokens each, the targets 7, and must have as many$",
-        ),
+        ({}, [0, 1, 2], [2.0, 3.0, 5.0]),
+        ({}, [2, 0], [5.0, 2.0]),
+        ({0: 0.5, 1: 0.5, 2: 0.5}, [0, 1, 2], [1.0, 1.5, 2.5]),
+        ({0: 0.5, 1: 0.25, 2: 0.5}, [0, 1, 2], [1.0, 0.75, 2.5]),
+        ({0: 0.5}, [0, 1, 2], [1.0, 3.0, 5.0]),
+        ({2: 0.5}, [0, 1, 2], [2.0, 3.0, 2.5]),
+        ({2: 0.5}, [2], [2.5]),
     ],
 )
-def test_sequences_that_cannot_be_cut_are_refused_with_their_shapes(x, y, message):
-    """A target without tokens has no slices, and its share of the loss would be counted several
-    times.
-    """
-    with pytest.raises(SettingError, match=message):
-        sliced(x, y, Slicing("tokens", ((0.5, 0.25, 0.25),)))
+def test_losses_are_multiplied_by_the_factors_of_their_numbers(factors, numbers, expected):
+    """Without a factor a loss is its share; equal factors take a shorter way."""
+    assert losses_of([2.0, 3.0, 5.0], factors).loss_shares(numbers).tolist() == expected
+
+
+def test_a_checksum_that_was_put_off_is_computed_once():
+    """When the rank waits anyway; reading it twice must not read the batch twice."""
+    checksum_batch, calls = batch(rows(2), None), []
+
+    def pending():
+        calls.append(1)
+        return 17
+
+    assert checksum_batch.checksum() == 0
+    checksum_batch.pending_check = pending
+    assert [checksum_batch.checksum(), checksum_batch.checksum(), checksum_batch.check] == [17] * 3
+    assert calls == [1]
+
+
+def test_micro_batches_joined_in_any_order_are_in_that_of_their_numbers():
+    """Ranks finish them out of order."""
+    outputs = {2: torch.tensor([4]), 0: torch.tensor([0, 1]), 1: torch.tensor([2, 3])}
+    assert batch(rows(5), None, 3).joined(outputs).tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("item", [("x", "y"), ["x", "y"]])
+def test_a_loader_yields_pairs(item):
+    """Tuples as of a TensorDataset, lists as of the default collation."""
+    assert parse_pair(item) == ("x", "y")
 
 
 @pytest.mark.parametrize(
-    "output",
-    [torch.ones(2), torch.ones(2, 5), torch.tensor(1.0)],
-    ids=["no tokens", "others", "no samples"],
+    ("item", "description"),
+    [
+        ({"ids": 1, "labels": 2}, "a dict with the keys 'ids', 'labels'"),
+        ((1, 2, 3), "a tuple of 3"),
+        ([1], "a list of 1"),
+        ("xy", "a str"),
+        (torch.zeros(2, 3), "a Tensor"),
+    ],
 )
-def test_outputs_of_slices_that_cannot_be_joined_are_refused(output):
-    """A pooled output of half a sequence is none of the whole one's."""
-    sliced_batch = sliced(text(2, 8), None, Slicing("tokens", ((0.5, 0.5),)))
+def test_other_items_of_a_loader_are_refused_with_what_they_are(item, description):
+    """Two rows of a tensor, or two letters, are no pair."""
+    with pytest.raises(SettingError, match=f"^the loader yields {description}, and train takes"):
+        parse_pair(item)
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_every_tensor_of_an_output_must_index_the_samples(place):
+    """Also one that comes after others that do."""
+    split_batch = batch(rows(8), None, 2)
+    outputs = {}
+    for number, x in enumerate(split_batch.inputs):
+        output = [x, x * 2, x[:, 0]]
+        output[place] = x.mean(0, keepdim=True)
+        outputs[number] = output
     with pytest.raises(
-        SettingError,
-        match=r"the model's output for a slice of 4 tokens has a tensor of \(.*\): outputs of slices are",
+        SettingError, match=r"the model returned tensors of shape \(1, 2\), \(1, 2\)"
     ):
-        sliced_batch.joined({0: output, 1: output})
+        split_batch.joined(outputs)

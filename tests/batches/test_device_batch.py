@@ -13,11 +13,14 @@ import torch
 import penstock as ps
 from penstock.batches import device_batch as module
 from penstock.batches.batch import Batch, make_batch
+from penstock.batches.batch_parts import BatchPart
 from penstock.batches.device_batch import (
     INPUTS,
     TARGETS,
+    copy_to,
     device_batch,
     micro_batch_inputs,
+    moved,
     whole_inputs,
 )
 
@@ -118,6 +121,71 @@ def test_a_view_may_become_the_leaf_of_a_graph_without_changing_other_views():
     on_device = device_batch(batch, META)
     on_device.part(INPUTS, 0).requires_grad_()
     assert not on_device.part(INPUTS, 0).requires_grad
+
+
+def test_inputs_and_targets_are_separate_copies():
+    """Both are the first tensor of their kind."""
+    batch = make_batch(torch.randn(4, 3), torch.arange(4), 2, step=0, training=True)
+    on_device = device_batch(batch, META)
+    assert (on_device.whole(INPUTS).shape, on_device.whole(TARGETS).shape) == ((4, 3), (4,))
+    assert (on_device.part(INPUTS, 1).dtype, on_device.part(TARGETS, 1).dtype) == (
+        torch.float32,
+        torch.int64,
+    )
+
+
+def test_every_device_has_copies_of_its_own():
+    """Stages on one device share them."""
+    batch = make_batch(torch.randn(4, 3), torch.arange(4), 2, step=0, training=True)
+    assert device_batch(batch, META) is device_batch(batch, torch.device("meta"))
+    assert device_batch(batch, META) is not device_batch(batch, torch.device("cpu"))
+
+
+def test_of_a_batch_that_was_read_in_part_only_its_micro_batches_are_copied(copies):
+    """The whole batch is not there."""
+    x = BatchPart(torch.randn(2, 3), [0, 1], 4)
+    y = BatchPart(torch.arange(4), range(4), 4)
+    batch = make_batch(x, y, 2, step=0, training=True)
+    on_device = device_batch(batch, META)
+    assert on_device.part(INPUTS, 0).shape == (2, 3)
+    assert [source.shape for source in copies] == [(2, 3)]
+    assert on_device.part(TARGETS, 1).shape == (2,)
+    assert copies[1].shape == (4,)
+
+
+def test_repeated_tensors_of_a_batch_are_one_on_the_device(copies):
+    """A layer that compares them by identity sees the same."""
+    x = torch.randn(4, 3)
+    batch = make_batch({"a": x, "b": [x]}, torch.arange(4), 2, step=0, training=True)
+    part = device_batch(batch, META).part(INPUTS, 1)
+    assert part["a"] is part["b"][0]
+    assert len(copies) == 1
+    first, second = device_batch(batch, META).views(1, [batch.inputs[1]["a"]] * 2)
+    assert first is not second
+    assert first.shape == second.shape == (2, 3)
+
+
+def test_on_the_cpu_inputs_are_those_of_the_batch(copies):
+    """A transfer costs nothing there."""
+    x = torch.randn(5, 3)
+    batch = make_batch((x, "a"), torch.arange(5), 2, step=0, training=True)
+    tensor, constant = micro_batch_inputs(batch, 1, torch.device("cpu"))
+    assert torch.equal(tensor, x[3:])
+    assert tensor.data_ptr() == x[3:].data_ptr()
+    assert constant == "a"
+    assert copies == []
+    on_device, constant = micro_batch_inputs(batch, 1, META)
+    assert (on_device.device, on_device.shape, constant) == (META, (2, 3), "a")
+    assert len(copies) == 1
+
+
+def test_copies_have_no_graph_and_what_is_absent_stays_absent():
+    """A stage makes leaves of its own."""
+    weight = torch.ones(2, requires_grad=True)
+    copied = copy_to(weight * 2, META)
+    assert (copied.device, copied.requires_grad) == (META, False)
+    assert moved(None, META) is None
+    assert moved(weight, META).device == META
 
 
 def test_inputs_are_cut_from_one_copy_on_a_device_and_passed_on_from_the_host(copies):

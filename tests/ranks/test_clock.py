@@ -131,3 +131,62 @@ def test_no_event_is_recorded_while_ops_are_captured():
         clock.seconds(captured[0])
     for marks in before, batch(device, clock, [1e-5]):
         assert clock.seconds(marks[1]) - clock.seconds(marks[0]) == pytest.approx(1e-5, abs=1e-9)
+
+
+def test_seconds_between_two_marks_are_known_when_the_device_has_reached_the_later_one():
+    """The host does not wait for it; marks of captured ops have no times."""
+    device, capturing = Device(), [False]
+    clock = EventClock(device.record, device.host_s, lambda: capturing[0])
+    start, end = batch(device, clock, [0.25])
+    reached = []
+    end[1].query = lambda: reached.append(1) or len(reached) > 1
+    assert clock.elapsed(start, end) is None
+    assert clock.elapsed(start, end) == pytest.approx(0.25)
+    assert device.waits == 0
+    assert clock.elapsed(None, end) is None
+    assert clock.elapsed(start, None) is None
+    assert len(reached) == 2
+    capturing[0] = True
+    assert clock.elapsed(start, end) is None
+    assert len(reached) == 2, "a query would end the capture"
+
+
+def test_seconds_between_two_marks_of_the_host_are_their_difference():
+    """The host has reached both."""
+    assert HostClock().elapsed(2.0, 2.5) == 0.5
+    assert HostClock().seconds(7.0) == 7.0
+
+
+def test_ops_of_a_gpu_are_timed_in_the_current_stream_of_their_device(monkeypatch):
+    """Events without timing have no times; other devices compute while the host waits."""
+    recorded = []
+
+    class CudaEvent:
+        """An event of torch."""
+
+        def __init__(self, *, enable_timing):
+            self.timing = enable_timing
+
+        def record(self, stream):
+            """Note where."""
+            recorded.append((self.timing, stream))
+
+    monkeypatch.setattr(torch.cuda, "Event", CudaEvent)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    clock = clock_for(torch.device("cuda", 1))
+    assert isinstance(clock, EventClock)
+    clock.mark()
+    assert recorded == [(True, "stream of cuda:1")] * 2
+    assert isinstance(clock_for(torch.device("meta")), HostClock)
+
+
+def test_marks_within_a_capture_are_none_though_the_batch_began_before_it():
+    """The batch has an origin then, and such an event would belong to the graph."""
+    device, capturing = Device(), [False]
+    clock = EventClock(device.record, device.host_s, lambda: capturing[0])
+    clock.begin()
+    capturing[0] = True
+    assert clock.mark() is None
+    capturing[0] = False
+    assert clock.seconds(clock.mark()) == pytest.approx(1000.0)

@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import penstock as ps
-from penstock.ranks.clock_offsets import Reading, ahead_at
+from penstock.ranks import clock_offsets as module
+from penstock.ranks.clock_offsets import ClockOffsets, Reading, ahead_at
+from penstock.transport.distributed import LOSS_TAG
 
 #: Seconds by which the clocks of the test's processes differ, by rank: hosts that have been
 #: running for different times.
@@ -143,3 +145,113 @@ def _shared_clock():
 def test_ranks_of_one_host_have_one_clock():
     """Their times are compared as they are."""
     assert ps.launch(_shared_clock, 2, threads=1) == [[], [0.0]]
+
+
+class Network:
+    """Messages of ranks to rank 0 and back, each of which takes some time; clocks are apart."""
+
+    def __init__(self, monkeypatch, ways, ahead_s=5.0):
+        self.now_s, self.ways, self.ahead_s = 100.0, iter(ways), ahead_s
+        self.sent, self.answers, self.targets = [], [], []
+        monkeypatch.setattr(module, "host_time", lambda: self.now_s + self.ahead_s)
+        monkeypatch.setattr(module.dist, "isend", self.send)
+        monkeypatch.setattr(module.dist, "irecv", self.receive)
+
+    def send(self, number, target, *, group, tag):
+        """Take a question to rank 0, which answers with its time."""
+        self.sent.append(number.item())
+        self.targets.append((target, group, tag))
+        if number.item() != 0.0:
+            there_s, back_s = next(self.ways)
+            self.now_s += there_s
+            self.answers.append(self.now_s)
+            self.now_s += back_s
+
+    def receive(self, number, source, *, group, tag):
+        """Bring the answer."""
+        self.targets.append((source, group, tag))
+        number.fill_(self.answers[-1])
+
+
+def offsets_of(rank, waits=None):
+    """The offsets of a rank of a pipeline whose processes are 7, 8 and 9 of the job."""
+    waits = [] if waits is None else waits
+    return ClockOffsets(rank, [7, 8, 9], "group", lambda work, text: waits.append(text))
+
+
+def test_questions_go_on_until_one_is_answered_fast_and_the_best_counts(monkeypatch):
+    """A slow network is measured with its smallest error after twelve questions."""
+    ways = [(0.01, 0.02), (0.002, 0.001), (0.03, 0.03)] + [(0.02, 0.02)] * 9
+    network, waits = Network(monkeypatch, ways), []
+    offsets = offsets_of(2, waits)
+    offsets.measure()
+    assert network.sent == [1.0] * 11 + [2.0]
+    (reading,) = offsets.readings
+    assert reading.error_s == pytest.approx(0.0015)
+    assert reading.ahead_s == pytest.approx(5.0, abs=0.0015)
+    assert set(network.targets) == {(7, "group", LOSS_TAG + 1)}
+    assert waits == ["rank 0"] * 24
+    network = Network(monkeypatch, [(0.01, 0.02), (9e-6, 9e-6), (1.0, 1.0)])
+    offsets.measure()
+    assert network.sent == [1.0, 1.0, 0.0]
+    assert offsets.readings[1].error_s == pytest.approx(9e-6)
+    assert offsets.to_first(offsets.readings[1].at_s) == pytest.approx(
+        offsets.readings[1].at_s - 5.0, abs=1e-4
+    )
+
+
+def test_a_fast_last_answer_ends_the_questions_by_itself(monkeypatch):
+    """Rank 0 expects nothing after the last question."""
+    network = Network(monkeypatch, [(0.01, 0.02)] * 11 + [(1e-6, 1e-6)])
+    offsets_of(1).measure()
+    assert network.sent == [1.0] * 11 + [2.0]
+
+
+def test_rank_0_answers_each_rank_until_it_has_no_more_questions(monkeypatch):
+    """One rank after the other; its own clock is the first."""
+    questions = iter([1.0, 1.0, 0.0, 1.0, 2.0])
+    log = []
+
+    def receive(number, source, *, group, tag):
+        number.fill_(next(questions))
+        log.append(("question", source))
+
+    def send(number, target, *, group, tag):
+        log.append(("answer", target, number.item()))
+
+    monkeypatch.setattr(module, "host_time", lambda: 42.0)
+    monkeypatch.setattr(module.dist, "isend", send)
+    monkeypatch.setattr(module.dist, "irecv", receive)
+    offsets = offsets_of(0)
+    offsets.measure()
+    assert log == [
+        ("question", 8),
+        ("answer", 8, 42.0),
+        ("question", 8),
+        ("answer", 8, 42.0),
+        ("question", 8),
+        ("question", 9),
+        ("answer", 9, 42.0),
+        ("question", 9),
+        ("answer", 9, 42.0),
+    ]
+    assert list(offsets.readings) == []
+    assert offsets.to_first(17.5) == 17.5
+
+
+@pytest.mark.parametrize(
+    ("at_s", "ahead_s"),
+    [(5.0, 1.0), (10.0, 1.0), (12.5, 1.5), (20.0, 3.0), (25.0, 2.0), (99.0, 1.0)],
+)
+def test_offsets_between_two_readings_are_on_a_line(at_s, ahead_s):
+    """At a reading it is that reading; beyond the last ones it stays."""
+    readings = [Reading(10.0, 1.0, 0.0), Reading(20.0, 3.0, 0.0), Reading(30.0, 1.0, 0.0)]
+    assert ahead_at(readings, at_s) == pytest.approx(ahead_s)
+
+
+def test_a_reading_is_of_the_middle_of_its_round_trip():
+    """Its offset is 0 where that is within the error, on both sides of it."""
+    assert Reading.of_round_trip(10.0, 3.0, 12.0) == Reading(11.0, 8.0, 1.0)
+    assert Reading.of_round_trip(10.0, 10.0, 12.0) == Reading(11.0, 0.0, 1.0)
+    assert Reading.of_round_trip(10.0, 12.0, 12.0) == Reading(11.0, 0.0, 1.0)
+    assert Reading.of_round_trip(10.0, 12.5, 12.0) == Reading(11.0, -1.5, 1.0)

@@ -41,7 +41,9 @@ def world_of(rank, sent, arrivals):
     world.tell = lambda tensor: world.told.append(tensor.tolist())
     world.hear = lambda source, count: lambda: torch.tensor(arrivals.pop(0), dtype=torch.float64)
     world.calls = SimpleNamespace(
-        verify=lambda source, value, batch: world.verified.append((source, value, batch.step))
+        verify=lambda source, value, batch: world.verified.append(
+            (source, value, batch.step, batch.checksum())
+        )
     )
     return world
 
@@ -110,12 +112,12 @@ def test_checksums_are_compared_two_batches_later_and_the_rest_at_the_end():
     world = world_of(0, {1: [torch.tensor([1.0], dtype=torch.float64)]}, [[50.0], [51.0], [52.0]])
     losses = DeviceLosses(world, world.collectives)
     for step in range(3):
-        losses.mean(batch_of(step, {}, check=step), {1: [0, 1, 2, 3]})
-        assert world.verified == ([(1, 50.0, 0)] if step == 2 else [])
+        losses.mean(batch_of(step, {}, check=10 + step), {1: [0, 1, 2, 3]})
+        assert world.verified == ([(1, 50.0, 0, 10)] if step == 2 else [])
     assert all(record.inputs == [] for record, _ in losses._pending)
     losses.verify()
     losses.verify()
-    assert world.verified == [(1, 50.0, 0), (1, 51.0, 1), (1, 52.0, 2)]
+    assert world.verified == [(1, 50.0, 0, 10), (1, 51.0, 1, 11), (1, 52.0, 2, 12)]
     assert world.told == []
 
 
@@ -126,7 +128,7 @@ def test_a_source_tells_its_checksum_and_compares_only_those_of_others():
     losses.mean(batch_of(3, {1: 1.0, 3: 1.0}, check=77), {2: [0, 2], 1: [1, 3]})
     losses.verify()
     assert world.told == [[77.0]]
-    assert world.verified == [(2, 9.0, 3)]
+    assert world.verified == [(2, 9.0, 3, 77)]
 
 
 def test_only_worlds_with_collectives_exchange_losses_on_devices():

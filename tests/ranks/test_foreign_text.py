@@ -35,3 +35,17 @@ def test_no_text_has_control_characters_or_lines_at_the_margin(text):
     for character in first + "".join(others):
         assert character.isprintable() or unicodedata.category(character) == "Zs"
     "\n".join([first, *others]).encode()
+
+
+def test_texts_are_cut_only_above_the_limit_and_say_how_long_they_were():
+    """A text of exactly that length is whole."""
+    whole = "x" * 20_000
+    assert foreign_text(whole) == whole
+    assert foreign_text(whole + "y") == whole + "… (20,001 characters)"
+
+
+def test_lines_of_another_process_are_indented_unless_they_are_or_are_empty():
+    """Also an empty text has a first line."""
+    assert foreign_text("") == ""
+    assert foreign_text("a\n\n b\nc\n") == "a\n\n b\n  c\n"
+    assert foreign_text("\tb\u00a0c\u2028d") == "\\tb\u00a0c\\u2028d"

@@ -96,3 +96,29 @@ def test_a_run_that_has_failed_is_reported_where_the_loss_is_used():
     for _ in range(2):
         with pytest.raises(RunError, match="rank 1 is gone"):
             float(loss)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, saved, torch.Tensor.clone])
+def test_a_copy_shares_no_memory_with_the_loss(copied):
+    """Whoever changes it must not change the loss of others."""
+    loss, _ = counted()
+    copied(loss).zero_()
+    assert float(loss) == 0.5
+    assert float(copied(loss)) == 0.5
+
+
+def test_operations_on_several_losses_read_each_of_them():
+    """In lists and keyword arguments as well."""
+    first, first_reads = counted(1.0)
+    second, second_reads = counted(2.0)
+    assert float(torch.stack([first, second]).sum()) == 3.0
+    assert float(torch.add(first, other=second, alpha=10)) == 21.0
+    assert (first_reads, second_reads) == ([1], [1])
+    assert first._read is None, "it refers to buffers of the batch"
+
+
+def test_a_loss_is_on_the_device_of_its_rank_before_it_is_read():
+    """Callers may ask for the device to make other tensors there."""
+    loss = LazyLoss(torch.device("meta"), lambda: torch.zeros((), device="meta"))
+    assert (loss.device.type, loss.dtype) == ("meta", torch.float32)
+    assert loss._value is None

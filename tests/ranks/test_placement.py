@@ -9,7 +9,13 @@ import torch
 from torch import nn
 
 import penstock as ps
-from penstock.ranks.placement import idle_ranks, place, ranks_of_devices, spread
+from penstock.ranks.placement import (
+    announce_idle_ranks,
+    idle_ranks,
+    place,
+    ranks_of_devices,
+    spread,
+)
 from penstock.ranks.settings.run_config import RunConfig
 from penstock.schedule.recompute import Recompute
 from penstock.weights.catalogue import weight_rule
@@ -60,6 +66,8 @@ ONE_KIND = tuple((host, "cpu") for host, _ in KINDS)
         ((1, 3), KINDS, "ba", (1, 0)),
         ((1, 3), KINDS, "bcac", (2, 0)),
         ((0, 1), KINDS, "ab", None),
+        ((1, 3), KINDS, "aaabb", (0, 4)),
+        ((0, 1, 3), KINDS, "aaab", (0, 1, 3)),
         ((0, 2), KINDS, "ccdd", None),
         ((0, 3), ONE_KIND, "ccdd", (0, 3)),
         ((0, 3), ONE_KIND, "cdcd", (0, 3)),
@@ -70,7 +78,9 @@ def test_with_host_names_the_processes_of_a_host_are_its_devices(
     devices, cluster_devices, hosts, ranks
 ):
     """In whatever order the hosts have joined; other hosts do only if all devices are alike."""
-    setting = config(devices=devices, cluster_ranks=4, cluster_devices=cluster_devices)
+    setting = config(
+        len(devices), devices=devices, cluster_ranks=4, cluster_devices=cluster_devices
+    )
     assert ranks_of_devices(setting, list(hosts)) == ranks
 
 
@@ -218,3 +228,47 @@ def test_what_cannot_be_obeyed_is_refused_with_what_to_do():
         assert "the plan is for other hosts than those of this run (hosts a, b, c)" in other
         assert "the ranks do not run the same thing" in different
         assert "plan on one rank, and load that plan on all of them" in different
+
+
+def test_predicted_bytes_go_with_their_programs():
+    """A rank that the plan leaves idle needs none; the placed configuration names no devices."""
+    setting = replace(config(devices=(1, 3), cluster_ranks=4), predicted_bytes=(10, 20))
+    placed = place(setting, ["host"] * 4)
+    assert placed.predicted_bytes == (0, 10, 0, 20)
+    assert (placed.devices, placed.cluster_devices) == ((), ())
+    assert place(config(devices=(1, 3), cluster_ranks=4), ["host"] * 4).predicted_bytes == ()
+    cluster = tuple((host, "cpu") for host in "aabb")
+    setting = config(devices=(0, 2), cluster_ranks=4, cluster_devices=cluster)
+    setting = replace(setting, predicted_bytes=(10, 20))
+    placed = place(setting, list("bbaa"))
+    assert placed.predicted_bytes == (20, 0, 10, 0)
+    assert placed.schedule.programs[2] == setting.schedule.programs[0]
+
+
+def test_a_plan_whose_devices_are_not_here_stays_for_others_to_refuse():
+    """Its message names them."""
+    setting = config(devices=(1, 3), cluster_ranks=4)
+    assert place(setting, ["host"] * 2) is setting
+
+
+@pytest.mark.parametrize(("rank", "announces"), [(0, False), (1, True), (3, False)])
+def test_idle_ranks_are_announced_once(caplog, rank, announces):
+    """By the first of them."""
+    placed = place(config(devices=(0, 2), cluster_ranks=4), ["host"] * 4).schedule
+    with caplog.at_level("WARNING", "penstock"):
+        announce_idle_ranks(placed, rank)
+    text = (
+        "ranks 1, 3 have no stage: the plan uses 2 of 4 ranks, and the others only take part in "
+        "calls"
+    )
+    assert caplog.messages == [text] * announces
+
+
+def test_a_single_idle_rank_and_none_are_announced_as_such(caplog):
+    """Grammar shows whether the text was meant."""
+    placed = place(config(devices=(1, 2), cluster_ranks=3), ["host"] * 3).schedule
+    with caplog.at_level("WARNING", "penstock"):
+        announce_idle_ranks(placed, 0)
+        announce_idle_ranks(config().schedule, 0)
+    assert len(caplog.messages) == 1
+    assert caplog.messages[0].startswith("rank 0 has no stage: the plan uses 2 of 3 ranks")

@@ -13,13 +13,16 @@ import torch
 import penstock as ps
 from penstock.batches.batch import make_batch
 from penstock.ranks.results import (
+    DTYPES,
     StreamLosses,
     last_micro_batches,
     last_ranks_by_batch,
     mean_loss,
+    mean_of_messages,
     micro_batches_of,
     numbers_by_rank,
     outputs,
+    sum_of_local,
 )
 
 CPU = torch.device("cpu")
@@ -68,6 +71,7 @@ class World:
     def broadcast(self, value, source, form=None):
         """Return the value of a rank."""
         if self.rank == source:
+            assert form is None or (value.shape, value.dtype) == (form.shape, form.torch_dtype)
             self.tell(value)
             return value
         return self._get(source)
@@ -221,3 +225,40 @@ def test_forgotten_batches_of_a_stream_are_neither_sent_nor_awaited():
     losses.tell(batch)
     assert world._queues == {}
     assert not losses._expected
+
+
+def test_losses_of_this_process_are_summed_in_the_order_of_micro_batches():
+    """Ops may end in another order, and sums of floats depend on it."""
+    batch = batch_of(4, 4, [2, 0, 3, 1])
+    values = {0: 1e8, 1: 1.0, 2: -1e8, 3: 0.25}
+    batch.losses = {number: torch.tensor(values[number]) for number in (1, 3, 0, 2)}
+    expected = torch.tensor([values[number] for number in range(4)]).sum()
+    other = torch.tensor([values[number] for number in batch.losses]).sum()
+    assert torch.equal(sum_of_local(batch), expected)
+    assert not torch.equal(expected, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_a_mean_is_summed_in_the_dtype_of_the_losses_whoever_has_them(dtype):
+    """As one rank that has all of them sums; messages have doubles."""
+    losses = losses_of(5, dtype)
+    whole = torch.stack(losses).sum().float()
+    for split in ([[0, 1, 2, 3, 4]], [[1, 3], [0, 2, 4]], [[4], [0], [2, 1, 3]]):
+        messages = []
+        for numbers in split:
+            values = [float(losses[number]) for number in numbers]
+            code = float(DTYPES.index(dtype))
+            messages.append((numbers, torch.tensor([code, 9.0, *values], dtype=torch.float64)))
+        assert torch.equal(mean_of_messages(messages), whole)
+
+
+def test_ranks_of_a_period_are_those_of_its_placement():
+    """By batch and micro-batch; a small batch has the first ones."""
+    schedule = ps.schedule("hetpipe", 3, 2, batches=4)
+    last = schedule.stages - 1
+    ranks = last_ranks_by_batch(schedule)
+    assert len(ranks) == schedule.batches
+    for index, row in enumerate(ranks):
+        numbers = range(index * schedule.micro_batches, (index + 1) * schedule.micro_batches)
+        assert row == [schedule.placement[last, number] for number in numbers]
+    assert numbers_by_rank([5, 3, 5, 4], batch_of(4, 3, ())) == {5: [0, 2], 3: [1]}

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 from tests.time_limits import HANG_S
 from torch.distributed import HashStore
 
 from penstock.errors import RunError, StageFailed
+from penstock.ranks import status_board
 from penstock.ranks.status_board import SharedBoard, describe, reason_of
 from penstock.ranks.store_status_board import StoreBoard
 
@@ -85,3 +87,22 @@ def test_reasons_name_the_rank_whatever_the_error():
     assert reason_of(KeyError("x"), 3) == "rank 3: KeyError: 'x'"
     assert reason_of(KeyboardInterrupt()) == "KeyboardInterrupt"
     assert describe(1, "is at 1F5", 41.6) == "rank 1 is at 1F5 since 42 s"
+
+
+def test_the_latest_status_is_the_one_that_began_last_with_its_age(monkeypatch):
+    """A deadline counts from it, whichever rank it is of."""
+    now_s = [100.0]
+    monkeypatch.setattr(status_board, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    shared = SharedBoard(3)
+    for rank, begun_s in ((2, 103.0), (0, 105.0), (1, 104.0)):
+        now_s[0] = begun_s
+        assert shared.for_rank(rank).doing(f"is at {rank}F0") == begun_s
+    now_s[0] = 112.0
+    assert shared.latest() == (0, "is at 0F0", 7.0)
+    assert shared.line(2) == "rank 2 is at 2F0 since 9 s"
+    shared.reset()
+    now_s[0] = 113.0
+    assert shared.latest()[1:] == ("has not begun", 1.0)
+    assert [shared.line(rank) for rank in range(3)] == [
+        f"rank {rank} has not begun since 1 s" for rank in range(3)
+    ]

@@ -214,3 +214,46 @@ def test_a_size_class_is_the_least_of_four_per_power_of_two(nbytes):
     """Computed here by counting up."""
     quarters = ((4 + part) * 2**power // 4 for power in range(8, 30) for part in range(4))
     assert _size_class(nbytes) == next(size for size in quarters if size >= nbytes)
+
+
+def test_segments_grow_with_the_memory_that_there_is(arena):
+    """Each segment takes a file descriptor, of which a process may have a thousand."""
+    for _ in range(6000):
+        arena.take(arena.pool(1000))
+    assert len(arena.segments) < 50
+    assert arena.nbytes < 1.2 * 6000 * (1024 + LINE)
+    sizes = [len(segment.memory) for segment in arena.segments]
+    assert min(sizes) >= 32 * 1024
+    assert sizes == sorted(sizes)
+
+
+def test_a_slot_fills_a_segment_to_its_last_byte(arena):
+    """A message at its end must not reach beyond it."""
+    segment_bytes = len(arena.take(arena.pool(256)).segment.memory)
+    pool = arena.exclusive_pool(segment_bytes - 3 * LINE - 256 - LINE)
+    fits = arena.take(pool)
+    assert fits.segment is arena.segments[0]
+    assert fits.start + pool.nbytes == segment_bytes - LINE
+    other = Arena()
+    other.take(other.pool(256))
+    wide = other.exclusive_pool(segment_bytes - 3 * LINE - 256)
+    slot = other.take(wide)
+    assert slot.segment is other.segments[0]
+    assert slot.start + wide.nbytes == segment_bytes
+    over = Arena()
+    over.take(over.pool(256))
+    assert over.take(over.exclusive_pool(wide.nbytes + LINE)).segment is not over.segments[0]
+    for closing in (other, over):
+        closing.close()
+
+
+def test_the_smallest_fitting_loan_is_taken(arena):
+    """A larger one may be needed for a larger message."""
+    slots = {size: arena.take(arena.pool(size)) for size in (4096, 1024, 2048)}
+    for slot in slots.values():
+        slot.free()
+    assert [arena.take(arena.pool(1000)) for _ in range(3)] == [
+        slots[1024],
+        slots[2048],
+        slots[4096],
+    ]

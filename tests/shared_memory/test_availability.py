@@ -39,12 +39,6 @@ def test_a_32_bit_python_on_x86_64_is_refused(monkeypatch):
     assert "64-bit" in unavailable_reason()
 
 
-def test_a_python_without_a_system_call_is_refused(monkeypatch):
-    """A C library older than the call leaves it out of `os`."""
-    monkeypatch.delattr(os, "memfd_create")
-    assert unavailable_reason() == "this Python has no os.memfd_create"
-
-
 def test_the_environment_turns_it_off(monkeypatch):
     """To compare the two transports, and to rule one out when a run misbehaves."""
     monkeypatch.setenv(SWITCH, "0")
@@ -73,3 +67,10 @@ end.close()
 def test_the_transport_is_imported_and_connects_where_linux_calls_do_not_exist():
     """A name that is looked up at import would break training on macOS and Windows."""
     subprocess.run([sys.executable, "-c", OTHER_SYSTEM], check=True, timeout=HANG_S)
+
+
+@pytest.mark.parametrize("name", ["memfd_create", "pidfd_open", "posix_fallocate"])
+def test_each_call_of_the_system_is_needed(monkeypatch, name):
+    """The first use of one that is missing would end the run."""
+    monkeypatch.delattr(os, name)
+    assert unavailable_reason() == f"this Python has no os.{name}"

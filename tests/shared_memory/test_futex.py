@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import threading
 
+import pytest
+
+from penstock.shared_memory.futex import _Timespec
+
 
 def test_a_sleeping_receiver_is_woken(mailboxes):
     """It would sleep for an hour if it were not notified."""
@@ -70,3 +74,40 @@ def test_a_fence_stands_between_the_write_of_a_side_and_its_read(mailboxes):
     recorder.steps.clear()
     notifier.arm()  # the queue is read after
     assert recorder.steps == ["write", "fence"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "parts"),
+    [(0.0, (0, 0)), (0.05, (0, 50_000_000)), (2.25, (2, 250_000_000)), (3600.0, (3600, 0))],
+)
+def test_the_kernel_gets_whole_seconds_and_the_nanoseconds_beside_them(mailboxes, seconds, parts):
+    """More than a second of nanoseconds is an error, after which the receiver would not sleep."""
+    calls = []
+
+    def record(number, address, operation, value, timeout):
+        calls.append((number, operation, value, _Timespec.from_address(timeout)))
+        return 0
+
+    notifier = mailboxes[0].notifier(1)
+    notifier._syscall = record
+    notifier.sleep(seconds)
+    ((number, operation, value, timeout),) = calls
+    assert (number, operation, value) == (202, 0, 1)
+    assert (timeout.seconds, timeout.nanoseconds) == parts
+
+
+def test_only_one_waits_so_that_only_one_is_woken_and_only_once(mailboxes):
+    """The word is cleared before the call: what the receiver arms afterwards counts."""
+    owned, opened = mailboxes
+    calls = []
+    sender = opened.notifier(1)
+    sender._syscall = lambda *words: calls.append((words, owned._words[16]))
+    sender.notify()
+    assert calls == []
+    owned.notifier(1).arm()
+    assert owned._words[16] == 1
+    sender.notify()
+    sender.notify()
+    ((words, state),) = calls
+    assert (words[0], words[2], words[3], words[4], state) == (202, 1, 1, None, 0)
+    assert words[1] == opened.segment.bytes.data_ptr() + 8 * 16

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from penstock.shared_memory.mailbox import Mailbox
 
 
@@ -40,3 +42,34 @@ def test_stopping_the_run_wakes_all_waits(mailboxes):
     for notifier in notifiers:
         notifier.sleep(3600.0)
     assert owned.stopped
+
+
+@pytest.mark.parametrize("size", [1, 2, 9])
+def test_a_mailbox_has_a_line_for_every_rank_and_one_for_itself(size):
+    """A rank more would write beyond the end."""
+    mailbox = Mailbox.make(size)
+    assert len(mailbox.segment.memory) == 64 * (size + 1)
+    assert mailbox.first_block(size - 1) == 0
+    mailbox.set_first_block(size - 1, 2**45)
+    assert mailbox.first_block(size - 1) == 2**45
+    assert not mailbox.stopped
+    assert not mailbox.closed
+    nonce = mailbox.nonce
+    mailbox.stop()
+    mailbox.close()
+    assert mailbox.stopped
+    assert mailbox.closed
+    assert mailbox.nonce == nonce
+    mailbox.segment.close()
+
+
+def test_flags_do_not_depend_on_each_other(mailboxes):
+    """A rank that has closed at its end has not stopped the run."""
+    owned, opened = mailboxes
+    owned.close()
+    assert (opened.closed, opened.stopped) == (True, False)
+    assert not any(owned.first_block(source) for source in range(3))
+    other = Mailbox.make(1)
+    other.stop()
+    assert (other.closed, other.stopped) == (False, True)
+    other.segment.close()

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.shared_memory.arena import OutOfSharedMemory
 from penstock.shared_memory.mailbox import Mailbox
 from penstock.shared_memory.queue import KIND_BITS, MAX_LAYOUTS, QueueReader, QueueWriter
 
@@ -159,3 +160,81 @@ def test_messages_arrive_in_order_for_any_number_between_two_polls(bursts):
         assert [ends.take(16, 8)[1] for _ in range(burst)] == contents
         number += burst
     ends.close()
+
+
+def test_descriptions_of_layouts_free_their_slots(ends):
+    """A program whose shapes differ in every step announces layouts for ever."""
+    for number in range(300):
+        ends.writer.announce_layout(b"x" * (number % 5))
+        ends.reader.poll()
+    assert len(ends.writer.arena.segments) == 1
+    assert len(ends.writer.arena.pool(4).in_use) + len(ends.writer.arena.pool(4).free) <= 2
+
+
+@pytest.mark.parametrize("description", [b"", b"one", bytes(range(256)), b"long" * 1000])
+def test_a_description_arrives_with_exactly_its_bytes(ends, description):
+    """It is JSON, which a byte more or less would spoil."""
+    ends.writer.announce_layout(description)
+    ends.send(16, b"a")
+    ends.reader.poll()
+    assert ends.take(16, 1) == ((0, description), b"a")
+
+
+def test_messages_of_several_names_wait_separately_each_in_order(ends):
+    """A name is any number; only its lowest bits are limited."""
+    ends.writer.announce_layout(b"")
+    names = [0, 1, 13, 16, 29, 2**40 << 4 | 13]
+    for turn in range(3):
+        for name in names:
+            ends.send(name, bytes([turn, name % 251]))
+    ends.reader.poll()
+    assert list(ends.reader.pending) == names
+    for name in reversed(names):
+        contents = [ends.take(name, 2)[1] for _ in range(3)]
+        assert contents == [bytes([turn, name % 251]) for turn in range(3)]
+
+
+def test_a_message_that_was_read_late_keeps_the_layout_that_it_was_sent_with(ends):
+    """Both sides may have forgotten that layout since."""
+    ends.writer.announce_layout(b"old")
+    ends.send(16, b"a", layout=0)
+    ends.reader.poll()
+    for number in range(MAX_LAYOUTS):
+        assert ends.writer.announce_layout(b"new") == number + 1
+    ends.reader.poll()
+    assert ends.take(16, 1) == ((0, b"old"), b"a")
+
+
+def test_a_description_without_memory_takes_no_number(ends, monkeypatch):
+    """The receiver counts the announcements that arrive; the next one has the number."""
+
+    def fail(*_):
+        raise OutOfSharedMemory(1, 2, OSError("none"))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ends.writer, "append", fail)
+        for _ in range(50):
+            with pytest.raises(OutOfSharedMemory):
+                ends.writer.announce_layout(b"lost")
+    assert ends.writer.announce_layout(b"first") == 0
+    assert len(ends.writer.arena.segments) <= 2
+    ends.send(16, b"a")
+    ends.reader.poll()
+    assert ends.take(16, 1)[0] == (0, b"first")
+
+
+def test_queues_to_one_mailbox_do_not_mix(ends):
+    """Each sender has a line and memory of its own."""
+    mailbox = Mailbox.open(os.getpid(), ends.mailbox.segment.fd)
+    other = QueueWriter(mailbox, 0)
+    other_reader = QueueReader(ends.mailbox, 0, os.getpid(), lambda number, text: text)
+    ends.writer.announce_layout(b"one")
+    assert not other_reader.poll()
+    other.announce_layout(b"two")
+    slot = other.arena.take(other.arena.pool(1))
+    other.append(16, 0, slot.place)
+    assert other_reader.poll()
+    ends.reader.poll()
+    assert ends.reader.pending == {}
+    assert other_reader.pending[16][0][0] == b"two"
+    other.arena.close()

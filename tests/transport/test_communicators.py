@@ -155,3 +155,26 @@ def test_a_group_of_gloo_is_closed_by_a_receive_that_times_out(monkeypatch, rank
     monkeypatch.setattr(dist, "irecv", irecv)
     close_gloo_group("group", 3)
     assert received == ([] if ranks == [3] else [(5, "group", 2**31 - 1)])
+
+
+def test_a_closing_receive_that_cannot_be_posted_ends_nothing(monkeypatch):
+    """The context is closed already, or this process is not in the group."""
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [3, 5])
+    monkeypatch.setattr(dist, "irecv", lambda *_, **__: None)
+    close_gloo_group("group", 3)
+
+    def fail(*_, **__):
+        raise RuntimeError("closed")
+
+    monkeypatch.setattr(dist, "irecv", fail)
+    close_gloo_group("group", 3)
+
+
+def test_transfers_without_work_are_not_waited_for(monkeypatch, calls):
+    """torch returns none to a process outside of the group."""
+    for name in ("isend", "irecv", "all_reduce"):
+        monkeypatch.setattr(dist, name, lambda *_, **__: None)
+    groups = make_communicators([(Link(0, 1), False), (Link(1, 0), True)], 1, CPU, "everyone")
+    assert len(groups) == 2
+    assert make_common_communicator(CPU, [0, 1]) == "group [0, 1]"
+    assert "wait" not in [name for name, _, _ in calls]

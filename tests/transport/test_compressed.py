@@ -243,3 +243,61 @@ def test_leaves_of_one_message_do_not_share_what_they_have_lost():
     alone = Links()
     CompressedTransport(alone, "int8").send(1, Message(Kind.B, 1, 0), Payload.of(second), "form")
     assert torch.equal(links.calls[0][3].tensors[2], alone.calls[0][3].tensors[0])
+
+
+@pytest.mark.parametrize("code", ["bfloat16", "int8"])
+@pytest.mark.parametrize("value", [torch.ones(300), [torch.ones(300), 1], {"a": (torch.ones(2),)}])
+def test_the_description_of_a_payload_arrives_as_it_was(code, value):
+    """Nesting, who wants a gradient, and which tensors share memory at the sender."""
+    payload = Payload.of(value)
+    for wants_grad in (True, False):
+        for shared in ((), ((0, 1), (2, 3))):
+            sent = Payload(
+                payload.structure, payload.leaves, (wants_grad,) * len(payload.tensors), shared
+            )
+            received = decompress(compress(sent, code))
+            assert received.structure == sent.structure
+            assert received.wants_grad == sent.wants_grad
+            assert received.shared == shared
+            assert len(received.leaves) == len(sent.leaves)
+    for row in (
+        Payload.row([torch.ones(300), torch.ones(2)]),
+        Payload.flat([None, torch.ones(300)]),
+    ):
+        received = decompress(compress(row, code))
+        assert received.structure == row.structure == "*"
+        assert [type(leaf) for leaf in received.leaves] == [type(leaf) for leaf in row.leaves]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+def test_compressed_tensors_have_their_dtype_and_shape_again(dtype):
+    """A layer in half precision gets half precision."""
+    x = torch.linspace(-1, 1, 600).reshape(2, 3, 100).to(dtype)
+    for code in ("bfloat16", "int8"):
+        (received,) = decompress(compress(Payload.of([x]), code)).tensors
+        assert (received.dtype, received.shape) == (dtype, x.shape)
+        torch.testing.assert_close(received.float(), x.float(), rtol=0.01, atol=0.01)
+
+
+def test_the_largest_number_of_a_row_is_127_steps():
+    """Both signs have the same range."""
+    x = torch.tensor([[2.0, -1.0], [-0.5, 0.25]])
+    integers, scale = quantize(x, "int8")
+    assert integers.tolist() == [[127, -64], [-127, 64]]
+    assert (integers.dtype, scale.dtype) == (torch.int8, torch.float32)
+    assert scale.flatten().tolist() == pytest.approx([2 / 127, 0.5 / 127])
+
+
+@pytest.mark.parametrize("kind", list(Kind))
+def test_both_ends_of_a_link_compress_the_same_kinds(kind):
+    """Activations that move to another rank come back as they were, as do all updates."""
+    exchange = Exchange()
+    sender = CompressedTransport(MemoryTransport(0, exchange, 1.0), "bfloat16")
+    receiver = CompressedTransport(MemoryTransport(1, exchange, 1.0), "bfloat16")
+    x = torch.linspace(0.1, 1.0, 512)
+    message = Message(kind, 1, 0)
+    sent_bytes = sender.send(1, message, Payload.of(x), "form")
+    received = receiver.post(0, message, "form").wait().value()
+    compressed = kind in (Kind.F, Kind.B)
+    assert torch.equal(received, x.bfloat16().float() if compressed else x)
+    assert sent_bytes == x.nbytes // 2 if compressed else x.nbytes

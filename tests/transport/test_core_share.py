@@ -6,6 +6,7 @@ import os
 
 import pytest
 
+from penstock.transport import core_share
 from penstock.transport.core_share import RankCores, count_threads, rank_cores
 
 
@@ -52,3 +53,24 @@ def test_the_users_limit_holds_and_torchruns_own_does_not(environment, threads):
 def test_a_rank_reports_the_cores_of_its_affinity():
     """Which a container or a batch system may have narrowed."""
     assert rank_cores().cores == tuple(sorted(os.sched_getaffinity(0)))
+
+
+def test_a_system_without_affinities_has_all_of_its_cores(monkeypatch):
+    """macOS; where not even their number is known, there is one."""
+
+    def missing(_):
+        raise AttributeError
+
+    monkeypatch.setattr(core_share.os, "sched_getaffinity", missing)
+    monkeypatch.setattr(core_share.os, "cpu_count", lambda: 3)
+    monkeypatch.setattr(core_share, "host_identity", lambda: "kernel")
+    assert rank_cores() == RankCores("kernel", (0, 1, 2))
+    monkeypatch.setattr(core_share.os, "cpu_count", lambda: None)
+    assert rank_cores().cores == (0,)
+
+
+def test_thirds_of_three_cores_are_one():
+    """Sums of fractions are exact: 3 times a third of a core must not be rounded down to 0."""
+    for count in (3, 7, 9, 11):
+        assert count_threads(ranks_on("a", range(count), count), 0, {}) == 1
+    assert count_threads(ranks_on("a", range(6), 3), 2, {}) == 2

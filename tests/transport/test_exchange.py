@@ -129,3 +129,42 @@ def test_every_rank_sends_to_the_next_ones_in_turn_and_keeps_its_own_piece(monke
         expected = list(processes)
         expected[place] = 10 + place
         assert received.tolist() == expected
+
+
+def test_transfers_may_take_twice_as_long_as_a_rank_waits():
+    """The rank reports a timeout first; its error says who is late."""
+    limits = []
+
+    class Limited(GatedWork):
+        """A transfer that notes its limit."""
+
+        def wait(self, timeout):
+            """Note the limit."""
+            limits.append(timeout)
+            return True
+
+    receive, send = Limited("r", []), Limited("s", [])
+    assert Exchange([receive], [lambda: send], None, 7.5).wait(SOON)
+    assert limits == [timedelta(seconds=15)] * 2
+
+
+def test_an_error_of_a_receive_is_raised_as_well():
+    """All pieces must have arrived."""
+    log = []
+    failed = Exchange([GatedWork("r1", log, error=RuntimeError("lost"))], [], None, 60.0)
+    with pytest.raises(RuntimeError, match="lost"):
+        failed.wait(SOON)
+
+
+def test_no_send_starts_before_those_of_the_previous_exchange_have_left():
+    """Two exchanges at once would share the card; they come in one order on all ranks."""
+    log, gate = [], threading.Event()
+    first = Exchange([], sends(log, ["s1"], gate), None, 60.0)
+    second = Exchange([], sends(log, ["s2"]), first, 60.0)
+    third = Exchange([], sends(log, ["s3"]), second, 60.0)
+    with pytest.raises(RuntimeError, match="longer"):
+        third.wait(timedelta(milliseconds=20))
+    assert log == ["s1 started"]
+    gate.set()
+    assert third.wait(SOON)
+    assert log == [f"s{number} {end}" for number in (1, 2, 3) for end in ("started", "ended")]

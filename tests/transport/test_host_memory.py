@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -39,7 +40,14 @@ def test_what_is_freed_is_not_fetched_from_the_system_again():
 
 
 @pytest.mark.parametrize(
-    "name", ["MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"]
+    "name",
+    [
+        "MALLOC_TRIM_THRESHOLD_",
+        "MALLOC_MMAP_THRESHOLD_",
+        "MALLOC_TOP_PAD_",
+        "MALLOC_MMAP_MAX_",
+        "GLIBC_TUNABLES",
+    ],
 )
 def test_what_the_environment_says_of_memory_stands(name, monkeypatch):
     """Who sets it knows his program."""
@@ -68,3 +76,47 @@ def test_ranks_keep_freed_memory_whoever_initialises_the_group(monkeypatch, init
         with pytest.raises(RunError, match="this process is alone"):
             process_group.join()
     assert calls == ["disabled"]
+
+
+class Library:
+    """A C library that notes the calls of its allocator."""
+
+    def __init__(self, calls, functions, succeeds=True):
+        for name in functions:
+            setattr(self, name, lambda *given, name=name: calls.append((name, *given)) or succeeds)
+
+
+@pytest.fixture
+def library(monkeypatch):
+    """Replace the C library; no variable of the allocator is set."""
+    monkeypatch.setattr(host_memory.sys, "platform", "linux")
+    for name in host_memory._USER_SETTINGS:
+        monkeypatch.delenv(name, raising=False)
+
+    def replace(*functions, succeeds=True):
+        calls = []
+        fake = Library(calls, functions, succeeds)
+        monkeypatch.setattr(host_memory, "ctypes", SimpleNamespace(CDLL=lambda _: fake))
+        return calls
+
+    return replace
+
+
+def test_both_thresholds_of_glibc_are_raised(library):
+    """Either of them alone would return blocks to the system."""
+    calls = library("mallopt", "gnu_get_libc_version", "malloc_trim")
+    assert disable_memory_trimming()
+    assert calls == [("mallopt", -3, 2**30), ("mallopt", -1, 2**30)]
+    trim_memory()
+    assert calls[2:] == [("malloc_trim", 0)]
+
+
+def test_a_refusal_of_the_allocator_or_another_library_is_told(library):
+    """The caller may say so; musl has no such option."""
+    library("mallopt", "gnu_get_libc_version", succeeds=False)
+    assert not disable_memory_trimming()
+    for functions in (["mallopt"], ["gnu_get_libc_version"], []):
+        calls = library(*functions)
+        assert not disable_memory_trimming()
+        trim_memory()
+        assert calls == []

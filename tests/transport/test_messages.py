@@ -10,6 +10,7 @@ import torch
 from penstock.errors import RunError
 from penstock.schedule.lower import Link, Message
 from penstock.schedule.op import Kind
+from penstock.transport.distributed import LOSS_TAG
 from penstock.transport.messages import (
     checked_tensors,
     describe,
@@ -150,3 +151,11 @@ def test_of_an_expanded_tensor_only_distinct_elements_are_sent_whichever_dimensi
     second = Payload.of(torch.ones(shape))
     assert not differ_in_strides_only(first.form(), second.form(), first.forms())
     assert differ_in_strides_only(second.form(), first.form(), second.forms())
+
+
+def test_losses_and_times_of_clocks_have_tags_that_no_message_has():
+    """gloo matches messages by them."""
+    names = itertools.product(KINDS, (*STAGES, 3, 7), (*range(70), *MICRO_BATCHES), range(32))
+    tags = {message_tag(Message(*name[:3]), name[3]) for name in names}
+    assert not tags & {LOSS_TAG, LOSS_TAG + 1}
+    assert LOSS_TAG % 32 == 0

@@ -6,12 +6,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from penstock.schedule.lower import Link, Message
 from penstock.schedule.op import Kind
 from penstock.transport.distributed import DistributedTransport
 from penstock.transport.messages import header_key
 from penstock.transport.payload import Header, Payload, TensorForm
+from penstock.transport.wire import Wire
 
 
 @pytest.mark.parametrize("copies", [False, True])
@@ -142,3 +144,35 @@ def test_a_payload_is_copied_only_on_request_and_has_as_many_tensors_as_its_head
     for wrong in (buffers[:1], [*buffers, torch.ones(1)]):
         with pytest.raises(ValueError, match="argument"):
             header.unpacked(wrong)
+
+
+@pytest.mark.parametrize("copies", [False, True])
+@pytest.mark.parametrize(
+    ("tensor", "needs_copy"),
+    [
+        (torch.arange(6.0).reshape(2, 3).t(), False),
+        (torch.arange(24.0).reshape(1, 2, 3, 4).to(memory_format=torch.channels_last), False),
+        (torch.arange(12.0).reshape(4, 3)[:, :2], True),
+    ],
+)
+def test_received_memory_is_used_as_it_is_where_its_strides_fit(tensor, needs_copy, copies):
+    """A copy of each message would take time and memory."""
+    form = TensorForm.of(tensor, wants_grad=False)
+    packed = form.packed(tensor).contiguous().clone()
+    received = form.unpacked(packed, copies=copies)
+    shares = received.untyped_storage().data_ptr() == packed.untyped_storage().data_ptr()
+    assert shares is not (needs_copy or copies)
+
+
+def test_a_message_of_the_announced_form_is_sent_whatever_that_form_is(monkeypatch):
+    """Of an expanded tensor only distinct elements are sent, every time alike."""
+    sent, headers = [], []
+    monkeypatch.setattr(dist, "isend", lambda tensor, **_: sent.append(tensor.flatten()))
+    store = SimpleNamespace(set=lambda name, text: headers.append(name))
+    wire = Wire(0, torch.device("cpu"), store, 5.0, "shared", [0, 1])
+    transport = DistributedTransport(wire)
+    for number in range(3):
+        payload = Payload.of([torch.full((1, 2), float(number)).expand(3, 2)])
+        assert transport.send(1, Message(Kind.F, 0, number), payload, "batch") == 8
+    assert [tensor.tolist() for tensor in sent] == [[0.0] * 2, [1.0] * 2, [2.0] * 2]
+    assert len(headers) == 1

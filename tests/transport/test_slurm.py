@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from penstock.errors import RunError
-from penstock.transport.slurm import first_host, rank_variables, started_by_srun
+from penstock.transport import slurm
+from penstock.transport.slurm import adopt_srun, first_host, rank_variables, started_by_srun
 
 #: What srun sets for the last of four tasks on two hosts.
 TASK = {
@@ -89,3 +90,58 @@ def test_steps_of_jobs_with_neighbouring_numbers_have_other_ports():
         for step in range(10)
     }
     assert len(ports) == 100
+
+
+@pytest.mark.parametrize(
+    ("names", "first"),
+    [
+        (["SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"], "step"),
+        (["SLURM_JOB_NODELIST", "SLURM_NODELIST"], "job"),
+        (["SLURM_NODELIST"], "old"),
+    ],
+)
+def test_the_hosts_of_the_step_come_before_those_of_the_job(names, first):
+    """A step may run on some of the job's hosts, and all of its tasks must meet at one of them."""
+    hosts = {"STEP_": "step,a", "JOB_": "job,a", "": "old,a"}
+    environment = {name: value for name, value in TASK.items() if "NODELIST" not in name}
+    environment |= {
+        f"SLURM_{part}NODELIST": value
+        for part, value in hosts.items()
+        if f"SLURM_{part}NODELIST" in names
+    }
+    assert rank_variables(environment)["MASTER_ADDR"] == first
+
+
+def test_without_any_hosts_or_with_an_empty_list_the_variables_are_refused():
+    """There is nowhere to meet."""
+    environment = {name: value for name, value in TASK.items() if "NODELIST" not in name}
+    for change in ({}, {"SLURM_NODELIST": ""}, {"SLURM_NODELIST": ",a"}):
+        with pytest.raises(RunError, match="is missing or damaged"):
+            rank_variables({**environment, **change})
+    with pytest.raises(ValueError, match="no host in ''"):
+        first_host("")
+
+
+def test_a_step_without_a_number_is_the_first():
+    """Old versions do not set it."""
+    environment = {name: value for name, value in TASK.items() if name != "SLURM_STEP_ID"}
+    assert rank_variables(environment) == rank_variables(TASK)
+    assert rank_variables(TASK)["MASTER_PORT"] == str(20_000 + 4711)
+    later = rank_variables({**TASK, "SLURM_STEP_ID": "200"})["MASTER_PORT"]
+    assert later == str(20_000 + (4711 + 101 * 200) % 12_000)
+
+
+def test_variables_are_set_only_in_a_task_of_srun(monkeypatch):
+    """torchrun's own must not be replaced."""
+    environment = dict(TASK)
+    monkeypatch.setattr(slurm.os, "environ", environment)
+    adopt_srun()
+    assert {name: environment[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")} == {
+        "RANK": "3",
+        "WORLD_SIZE": "4",
+        "LOCAL_RANK": "1",
+    }
+    adopted = dict(environment)
+    environment["SLURM_PROCID"] = "0"
+    adopt_srun()
+    assert environment == {**adopted, "SLURM_PROCID": "0"}

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from penstock.errors import RunError
+from penstock.values import deferred_checks as module
 from penstock.values.deferred_checks import PERIOD, DeferredChecks
 
 YES, NO = torch.tensor(True), torch.tensor(False)
@@ -54,4 +55,48 @@ def test_results_are_dropped_with_a_batch_that_failed():
     checks = on_accelerator()
     checks.add(YES, "wrong")
     checks.clear()
+    assert not checks.pending
     checks.read()
+
+
+def test_only_the_first_of_several_failures_is_raised_and_none_is_kept():
+    """A batch after the error must not fail once more for the same reason."""
+    checks = on_accelerator()
+    checks.begin(4)
+    for failed, message in ((NO, "nothing"), (YES, "first"), (YES, "second")):
+        checks.add(failed, message)
+    with pytest.raises(RunError, match=r"^first\. This was seen in the batch of step 4, and on an"):
+        checks.read()
+    assert not checks.pending
+    checks.read()
+
+
+def test_a_failure_that_is_no_error_is_reported_with_its_step():
+    """A warning does not end the run, and the checks after it are read as well."""
+    checks, reports = on_accelerator(), []
+    checks.begin(2)
+    checks.add(NO, "nothing", reports.append)
+    checks.add(YES, "warning", reports.append)
+    checks.begin(3)
+    checks.add(YES, "another", reports.append)
+    checks.add(YES, "error")
+    with pytest.raises(RunError, match=r"^error\. This was seen in the batch of step 3"):
+        checks.read()
+    assert reports == ["warning, in the batch of step 2", "another, in the batch of step 3"]
+
+
+def test_nothing_is_read_while_a_graph_is_captured(monkeypatch):
+    """A read would end the capture; the first batch would else read at once."""
+    capturing = [True]
+    monkeypatch.setattr(module, "is_capturing", lambda _: capturing[0])
+    checks = on_accelerator()
+    checks.add(YES, "wrong")
+    checks.begin(0)
+    assert checks.deferring
+    assert checks.pending
+    capturing[0] = False
+    assert not checks.deferring
+    checks.begin(0)  # the same batch
+    assert checks.pending
+    with pytest.raises(RunError, match=r"^wrong"):
+        checks.begin(1)

@@ -13,7 +13,17 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from penstock.errors import RunError
-from penstock.values.structure import flatten, labelled_leaves, map_tensors, tensors_of, unflatten
+from penstock.values.classes import find, name_of
+from penstock.values.structure import (
+    LEAF,
+    Unflattenable,
+    flatten,
+    labelled_leaves,
+    leaves_of,
+    map_tensors,
+    tensors_of,
+    unflatten,
+)
 
 H = torch.arange(6.0).reshape(2, 3)
 
@@ -238,3 +248,175 @@ def test_model_outputs_and_encodings_of_transformers_are_restored():
     encoding = unflatten(*reversed(flatten(BatchEncoding({"input_ids": H, "labels": H}))))
     assert isinstance(encoding, BatchEncoding)
     assert encoding["input_ids"] is encoding.labels is H
+
+
+def test_repeated_containers_are_numbered_as_they_are_rebuilt():
+    """Inner ones first; a wrong number would exchange two of them."""
+    inner, outer = [1], [2]
+    outer.append(inner)
+    value = [{"a": outer}, inner, (outer, inner), {"a": outer}]
+    first, second, (third, fourth), last = unflatten(*reversed(flatten(value)))
+    assert first["a"] is third is last["a"]
+    assert second is fourth is third[1]
+    assert (second, third, last) == ([1], [2, [1]], {"a": [2, [1]]})
+    assert first is not last
+
+
+def test_equal_tensors_and_constants_are_leaves_of_their_own():
+    """Only one tensor in several places is one leaf; the second is not sent."""
+    other = H.clone()
+    leaves, structure = flatten([H, other, H, 1, 1, other])
+    assert len(leaves) == 4
+    rebuilt = unflatten(structure, leaves)
+    assert rebuilt[0] is rebuilt[2] is H
+    assert rebuilt[1] is rebuilt[5] is other
+
+
+def test_parts_made_while_flattening_are_not_taken_for_each_other():
+    """The indices of two sparse tensors are objects of one moment, which could have one id."""
+    matrices = [torch.eye(2) * factor for factor in (1.0, 2.0, 3.0)]
+    leaves, structure = flatten([matrix.to_sparse() for matrix in matrices])
+    assert len(leaves) == 6
+    for rebuilt, matrix in zip(unflatten(structure, leaves), matrices, strict=True):
+        assert torch.equal(rebuilt.to_dense(), matrix)
+
+
+@pytest.mark.parametrize("coalesced", [True, False])
+def test_a_sparse_tensor_keeps_its_shape_and_duplicate_indices(coalesced):
+    """Duplicates are summed at its use; a tensor with a gradient has none."""
+    places = torch.tensor([[0, 0], [1, 1]])
+    values = torch.tensor([1.0, 2.0])
+    sparse = torch.sparse_coo_tensor(places, values, (4, 5), check_invariants=False)
+    sparse = sparse.coalesce() if coalesced else sparse
+    rebuilt = unflatten(*reversed(flatten(sparse)))
+    assert (rebuilt.shape, rebuilt.is_coalesced()) == ((4, 5), coalesced)
+    assert torch.equal(rebuilt.to_dense(), sparse.to_dense())
+    values = torch.ones(2, requires_grad=True)
+    trained = torch.sparse_coo_tensor(places, values, (4, 5), check_invariants=False)
+    indices, sums = flatten(trained)[0]
+    assert (indices.tolist(), sums.tolist()) == ([[0], [1]], [2.0])
+    assert sums.requires_grad
+
+
+class Tagged(torch.Tensor):
+    """A subclass of Tensor."""
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: H.as_subclass(Tagged),
+            "a Tagged cannot cross a stage boundary, because it is a su",
+        ),
+        (lambda: torch.nested.nested_tensor([H, H]), "a nested tensor cannot cross.*and its mask"),
+        (lambda: torch.quantize_per_tensor(H, 1.0, 0, torch.qint8), r"a quantized .* int_repr\(\)"),
+        (H.to_mkldnn, r"layout torch\._mkldnn cannot cross .*: pass its to_dense\(\)"),
+        (H.to_sparse_csr, r"layout torch\.sparse_csr cannot cross .*: pass its to_sparse_coo\(\)"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_tensors_that_are_more_than_strided_memory_are_refused(make, message):
+    """What only their class knows would be lost; the message says what to pass."""
+    for value, path in ((make(), ""), ([1, {"a": make()}], r" \(at \[1\]\['a'\]\)")):
+        with pytest.raises(Unflattenable, match=f"{message}.*{path}$") as caught:
+            flatten(value)
+        assert caught.value.path == ("[1]['a']" if path else "")
+    assert tensors_of([nn.Parameter(H)])[0].requires_grad
+
+
+def test_structures_differ_where_values_nest_differently():
+    """Messages of one structure are matched; the text is the same in all processes."""
+    values = [
+        H,
+        [H],
+        (H,),
+        [H, H],
+        [H, 1],
+        [[H]],
+        {"a": H},
+        {"b": H},
+        OrderedDict(a=H),
+        Pair(H),
+        Rows([H]),
+    ]
+    structures = [flatten(value)[1] for value in values]
+    assert len(set(structures)) == len(values)
+    assert len({structure.describe() for structure in structures}) == len(values)
+    assert structures[0] == LEAF
+    assert flatten({"a": [H, (2, None)]})[1] == flatten({"a": [H + 1, ("x", 3)]})[1]
+    assert flatten([{1: H}])[1].describe() == flatten([{1: H * 2}])[1].describe()
+    assert flatten([{1: H}])[1].describe() != flatten([{True: H}])[1].describe()
+
+
+def test_a_structure_knows_the_kinds_in_it():
+    """Sparse tensors cannot be cut, at any depth."""
+    structure = flatten([{"a": (H.to_sparse(),)}, 1])[1]
+    assert [structure.has(kind) for kind in ("sparse", "tuple", "dict", "list", "deque")] == [
+        True,
+        True,
+        True,
+        True,
+        False,
+    ]
+
+
+def test_items_are_told_from_attributes():
+    """Constants among the items are inputs of a layer; those in attributes belong to an object."""
+    value = [H, {"a": 1}, Frozen(2, 3), types.SimpleNamespace(n=[4]), Pair(5, 6), Node(H + 1, "n")]
+    leaves, structure = flatten(value)
+    items = [leaf for leaf, is_item in zip(leaves, structure.items(), strict=True) if is_item]
+    assert items[0] is H
+    assert items[1:] == [1, 5, 6]
+    assert flatten(H)[1].items() == [True]
+
+
+def test_tensors_and_constants_are_in_the_order_of_the_value():
+    """Callers match them with flags and forms by position."""
+    value = {"b": 1, "a": [H, "x", H + 1], "c": H}
+    assert [str(leaf) for leaf in leaves_of(value)] == ["1", str(H), "x", str(H + 1)]
+    assert [place for place, _ in labelled_leaves(value)] == [
+        "['b']",
+        "['a'][0]",
+        "['a'][1]",
+        "['a'][2]",
+    ]
+    assert leaves_of(H) == [H]
+    assert leaves_of(3) == [3]
+    assert tensors_of(3) == []
+    assert map_tensors(lambda tensor: tensor.shape, H) == (2, 3)
+    assert map_tensors(lambda tensor: tensor.shape, (H, 7)) == ((2, 3), 7)
+
+
+def test_classes_of_values_are_found_by_name_afterwards():
+    """A rank that has made such a value can receive one; the class may be local to a function."""
+
+    @dataclasses.dataclass
+    class Local:
+        h: object
+
+    with pytest.raises(RunError, match="this rank does not find that class"):
+        find(name_of(Local))
+    flatten([{"a": Local(H)}])
+    assert find(name_of(Local)) is Local
+
+
+class Fresh:
+    """An object that makes the list of its parts anew."""
+
+    def __init__(self, number):
+        self.number = number
+
+    def __del__(self):
+        """So that it is not rebuilt by its attributes."""
+
+
+pytree.register_pytree_node(
+    Fresh, lambda one: ([[one.number, one.number]], None), lambda parts, _: Fresh(parts[0][0])
+)
+
+
+def test_lists_that_exist_only_while_a_value_is_taken_apart_are_not_confused():
+    """The next one could get the memory, and so the identity, of one that is gone."""
+    rebuilt = unflatten(*reversed(flatten([Fresh(number) for number in range(20)])))
+    assert [one.number for one in rebuilt] == list(range(20))

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import weakref
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from penstock.ranks.processes import fork_server
 from penstock.ranks.processes.fork_server import (
@@ -18,6 +21,7 @@ from penstock.ranks.processes.fork_server import (
     _report,
     serve,
 )
+from penstock.transport import host_memory
 
 
 class Control:
@@ -161,3 +165,139 @@ def test_finalizers_of_imports_do_not_run_at_the_exit_of_a_rank():
             one.atexit = at_exit
     del value
     assert calls == [1]
+
+
+@pytest.fixture
+def starting(monkeypatch, tmp_path):
+    """Start the server without imports, forks or signals, and note what it does."""
+    fake = SimpleNamespace(log=[], threads=["1"], parent=50, fork=None)
+
+    def note(name, result=None):
+        return lambda *given: fake.log.append((name, *given)) or result
+
+    class Exit(BaseException):
+        """The end of the process."""
+
+    def end(status):
+        fake.log.append(("exit", status))
+        raise Exit
+
+    fake.Exit = Exit
+    monkeypatch.setattr(fork_server.signal, "signal", note("signal"))
+    monkeypatch.setattr(fork_server.os, "pidfd_open", note("pidfd", 7))
+    monkeypatch.setattr(fork_server.os, "getppid", lambda: fake.parent)
+    monkeypatch.setattr(fork_server.os, "_exit", end)
+    monkeypatch.setattr(host_memory, "disable_memory_trimming", note("memory"))
+    monkeypatch.setattr(torch, "set_num_threads", note("threads"))
+    calls = {name: note(name) for name in ("disable", "collect", "enable", "freeze")}
+    monkeypatch.setattr(fork_server, "gc", SimpleNamespace(**calls))
+    monkeypatch.setattr(fork_server, "_import_modules", note("imports"))
+    monkeypatch.setattr(fork_server, "_leave_finalizers_to_server", note("finalizers"))
+    monkeypatch.setattr(
+        fork_server, "Path", lambda _: SimpleNamespace(iterdir=lambda: iter(fake.threads))
+    )
+    monkeypatch.setattr(fork_server, "serve", lambda *given: note("serve")(*given) or fake.fork)
+    monkeypatch.setattr(fork_server, "_run_rank", note("run", 3))
+    fake.control = SimpleNamespace(send=note("send"))
+    return fake
+
+
+def test_the_server_imports_before_it_is_ready_and_ignores_signals_to_its_group(starting):
+    """Ranks are to save at SIGTERM, which reaches the server as well; memory is frozen to be shared."""
+    with pytest.raises(starting.Exit):
+        fork_server.main(starting.control, 50)
+    ignored = [
+        (number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    ]
+    assert [entry[1:] for entry in starting.log if entry[0] == "signal"] == ignored
+    assert starting.log[3:] == [
+        ("pidfd", 50),
+        ("memory",),
+        ("disable",),
+        ("threads", 1),
+        ("imports",),
+        ("finalizers",),
+        ("collect",),
+        ("enable",),
+        ("freeze",),
+        ("send", b"ready"),
+        ("serve", starting.control, 7),
+        ("exit", 0),
+    ]
+
+
+def test_a_forked_rank_runs_and_returns_its_status(starting):
+    """It is the same program, with the request of the rank."""
+    starting.fork = _Fork({}, 1, 2)
+    assert fork_server.main(starting.control, 50) == 3
+    assert starting.log[-1] == ("run", starting.fork)
+
+
+def test_a_server_that_has_threads_or_whose_launcher_has_ended_serves_nobody(starting):
+    """A fork copies one thread alone, and locks that others hold."""
+    starting.threads = ["1", "2"]
+    assert fork_server.main(starting.control, 50) == 0
+    assert starting.log[-1] == ("send", b"threaded")
+    starting.log.clear()
+    starting.parent = 1
+    assert fork_server.main(starting.control, 50) == 1
+    assert "imports" not in [name for name, *_ in starting.log]
+
+
+@pytest.mark.parametrize("bad_fork", [False, True])
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_rank_takes_over_output_environment_folder_and_path(monkeypatch, bad_fork, unbuffered):
+    """As a new process would have inherited them; each draws its own random numbers."""
+    log = []
+
+    def note(name, result=None):
+        return lambda *given, **more: log.append((name, *given, *more.values())) or result
+
+    modules = {
+        "numpy": SimpleNamespace(random=SimpleNamespace(seed=note("numpy seed"))),
+        "torch": SimpleNamespace(cuda=SimpleNamespace(_is_in_bad_fork=lambda: bad_fork)),
+    }
+    system = SimpleNamespace(
+        dup2=note("dup2"),
+        close=note("close"),
+        chdir=note("chdir"),
+        isatty=lambda descriptor: descriptor == 1,
+        execv=note("execv"),
+        getppid=lambda: 50,
+        environ={"OLD": "1"},
+    )
+    program = SimpleNamespace(
+        path=["/old"], stdout=SimpleNamespace(reconfigure=note("stdout")), executable="python"
+    )
+    monkeypatch.setattr(fork_server, "os", system)
+    monkeypatch.setattr(fork_server, "sys", program)
+    monkeypatch.setattr(fork_server, "random", SimpleNamespace(seed=note("seed")))
+    monkeypatch.setattr(fork_server, "_show_as_program", note("show"))
+    monkeypatch.setattr(fork_server, "importlib", SimpleNamespace(import_module=modules.get))
+    monkeypatch.setattr(fork_server, "rank_process", SimpleNamespace(main=note("main", 5)))
+    environment = {"RANK": "3", "PYTHONUNBUFFERED": unbuffered}
+    request = {
+        "environment": environment,
+        "path": ["/a"],
+        "folder": "/b",
+        "job": "/job",
+        "result": "/result",
+    }
+    assert fork_server._run_rank(_Fork(request, 31, 32)) == 5
+    assert system.environ == environment
+    assert program.path == ["/a"]
+    command = ["python", "-P", "-m", "penstock.ranks.processes.rank_process"]
+    arguments = [*command, "/job", "/result", "50"]
+    assert log == [
+        ("dup2", 31, 1),
+        ("dup2", 32, 2),
+        ("close", 31),
+        ("close", 32),
+        ("chdir", "/b"),
+        ("show", request),
+        ("stdout", True, bool(unbuffered)),
+        ("seed",),
+        ("numpy seed",),
+        *([("execv", "python", arguments)] if bad_fork else []),
+        ("main", Path("/job"), Path("/result")),
+    ]

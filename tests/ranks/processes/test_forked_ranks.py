@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+from multiprocessing import Pipe
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from penstock.errors import RankDied
 from penstock.ranks.processes import forked_ranks
-from penstock.ranks.processes.forked_ranks import ForkServer, _Server
+from penstock.ranks.processes.forked_ranks import ForkedProcess, ForkServer, _Server
 from penstock.ranks.processes.launch import launch
 
 
@@ -221,3 +225,168 @@ def test_an_idle_server_ends(monkeypatch):
             assert fork_server.serve(theirs, launcher) is None
         finally:
             os.close(launcher)
+
+
+class FakeServer:
+    """A server of this process that forks as often as it is told."""
+
+    def __init__(self, inherited):
+        self.inherited, self.owner = inherited, os.getpid()
+        self.forks, self.answers, self.closed = [], True, False
+
+    def answer(self):
+        """Whether it can fork."""
+        return self.answers
+
+    def fork(self, file):
+        """Fork a rank, unless the server has ended."""
+        return self.forks.pop(0)
+
+    def close(self):
+        """Note the end."""
+        self.closed = True
+
+
+@pytest.fixture
+def servers(monkeypatch):
+    """The servers that are started, in order, and what they inherit."""
+    fake = SimpleNamespace(started=[], inherited="a", forks=[], answers=True)
+
+    def start(inherited):
+        server = FakeServer(inherited)
+        server.forks, server.answers = fake.forks, fake.answers
+        fake.started.append(server)
+        return server
+
+    monkeypatch.setattr(forked_ranks, "_Server", start)
+    monkeypatch.setattr(forked_ranks, "_inherited", lambda: fake.inherited)
+    return fake
+
+
+REQUEST = {"environment": {"RANK": "3"}, "job": "j"}
+
+
+def test_a_server_is_shared_until_what_ranks_inherit_has_changed(servers, tmp_path):
+    """Or this process is a fork of its owner, to which it does not belong."""
+    fork_server = ForkServer()
+    servers.forks = ["one", "two", "three", "four"]
+    assert [fork_server.start(REQUEST, tmp_path) for _ in range(2)] == ["one", "two"]
+    assert json.loads((tmp_path / "request-3").read_text()) == REQUEST
+    assert len(servers.started) == 1
+    servers.inherited = "b"
+    assert fork_server.start(REQUEST, tmp_path) == "three"
+    servers.started[1].owner = -1
+    assert fork_server.start(REQUEST, tmp_path) == "four"
+    assert [server.inherited for server in servers.started] == ["a", "b", "b"]
+    assert [server.closed for server in servers.started] == [True, True, False]
+    fork_server.close()
+    fork_server.close()
+    assert servers.started[2].closed
+
+
+@pytest.mark.parametrize(
+    ("forks", "answers", "rank", "started"),
+    [
+        ([None, "one"], True, "one", 2),
+        ([None, None, "one"], True, None, 2),
+        ([], False, None, 1),
+    ],
+)
+def test_a_server_that_ended_meanwhile_is_replaced_once(
+    servers, tmp_path, forks, answers, rank, started
+):
+    """One that cannot fork is not started again."""
+    fork_server = ForkServer()
+    servers.forks, servers.answers = forks, answers
+    assert fork_server.start(REQUEST, tmp_path) == rank
+    assert len(servers.started) == started
+    if not answers:
+        assert fork_server.start(REQUEST, tmp_path) is None
+        assert len(servers.started) == 1
+
+
+def test_an_interrupt_while_a_server_starts_ends_that_server(servers, tmp_path):
+    """The next request would read its answer."""
+
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    fork_server = ForkServer()
+    servers.forks = ["one"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FakeServer, "answer", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            fork_server.start(REQUEST, tmp_path)
+    assert servers.started[0].closed
+    assert fork_server.start(REQUEST, tmp_path) == "one"
+
+
+def test_what_a_rank_inherits_is_the_environment_without_what_names_a_test(monkeypatch):
+    """And the limits, cores and priority of the process."""
+    before = forked_ranks._inherited()
+    for name in ("PYTEST_CURRENT_TEST", "_", "TORCHINDUCTOR_CACHE_DIR"):
+        monkeypatch.setenv(name, "other")
+    assert forked_ranks._inherited() == before
+    monkeypatch.setenv("PENSTOCK_TEST", "other")
+    environment, *others = forked_ranks._inherited()
+    assert environment["PENSTOCK_TEST"] == "other"
+    assert others == list(before[1:])
+    monkeypatch.setattr(os, "getpriority", lambda *_: 7)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3})
+    assert forked_ranks._inherited()[2:] == ({3}, 7)
+
+
+def test_the_exit_status_of_a_forked_rank_is_read_once_from_its_pipe():
+    """Where the server has ended without one, the kernel has killed its ranks."""
+    for content, expected in ((b"3", 3), (b"-9", -9), (None, -signal.SIGKILL)):
+        reader, writer = Pipe(duplex=False)
+        rank = ForkedProcess(os.getpid(), os.pidfd_open(os.getpid()), reader)
+        assert rank.poll() is None
+        with pytest.raises(subprocess.TimeoutExpired):
+            rank.wait(0.0)
+        if content is not None:
+            writer.send_bytes(content)
+        writer.close()
+        assert rank.wait(60.0) == rank.returncode == rank.poll() == expected
+
+
+def test_signals_reach_the_process_by_its_descriptor(monkeypatch):
+    """A process that has ended gets none, and that is no error."""
+    sent = []
+    reader, _ = Pipe(duplex=False)
+    rank = ForkedProcess(1, os.open(os.devnull, os.O_RDONLY), reader)
+    monkeypatch.setattr(signal, "pidfd_send_signal", lambda *given: sent.append(given))
+    rank.terminate()
+    rank.kill()
+    rank.send_signal(signal.SIGUSR1)
+    assert [number for _, number in sent] == [signal.SIGTERM, signal.SIGKILL, signal.SIGUSR1]
+    assert {descriptor for descriptor, _ in sent} == {rank._process}
+
+    def ended(*_):
+        raise ProcessLookupError
+
+    monkeypatch.setattr(signal, "pidfd_send_signal", ended)
+    rank.kill()
+
+
+def test_a_launcher_without_standard_output_gives_its_ranks_the_null_device(monkeypatch):
+    """A daemon has closed it."""
+    with contextlib.ExitStack() as stack:
+        assert forked_ranks._output(stack, 1) == 1
+
+        def closed(_):
+            raise OSError
+
+        monkeypatch.setattr(os, "fstat", closed)
+        descriptor = forked_ranks._output(stack, 1)
+        monkeypatch.undo()
+        assert os.readlink(f"/proc/self/fd/{descriptor}") == os.devnull  # noqa: PTH115
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
+
+
+def test_the_working_directory_is_spelt_out_in_the_search_path(monkeypatch, tmp_path):
+    """A rank may begin in another one."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["", "/a", ""])
+    assert forked_ranks.search_path() == [str(tmp_path), "/a", str(tmp_path)]

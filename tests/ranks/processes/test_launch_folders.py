@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from pathlib import Path
 
 from penstock.ranks.processes.launch_folders import (
     locked_folder,
@@ -23,7 +24,9 @@ def test_only_folders_that_no_process_has_locked_are_removed(tmp_path, monkeypat
     (tmp_path / "penstock-test-link").symlink_to(other)
     remove_abandoned("penstock-test-")
     assert abandoned.exists()  # it is new: its launcher may be about to lock it
+    descriptors = len(list(Path("/proc/self/fd").iterdir()))
     remove_abandoned("penstock-test-", new_s=0.0)
+    assert len(list(Path("/proc/self/fd").iterdir())) == descriptors
     assert running.exists()
     assert not abandoned.exists()
     assert other.exists()
@@ -36,3 +39,20 @@ def test_a_folder_is_for_its_user_alone_and_goes_with_its_block(tmp_path, monkey
     with locked_folder("penstock-test-") as folder:
         assert folder.stat().st_mode & 0o777 == 0o700
     assert not folder.exists()
+
+
+def test_a_new_folder_is_made_after_old_ones_of_its_prefix_are_removed(tmp_path, monkeypatch):
+    """Launchers that are killed again and again would fill the disk."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    abandoned, other = tmp_path / "penstock-test-1", tmp_path / "other-1"
+    for folder in (abandoned, other):
+        folder.mkdir()
+        (folder / "file").write_text("x")
+        os.utime(folder, (0, 0))
+    with locked_folder("penstock-test-") as folder:
+        assert not abandoned.exists()
+        assert (other / "file").exists()
+        os.utime(folder, (0, 0))
+        with locked_folder("penstock-test-") as second:
+            assert folder.exists()
+            assert second != folder

@@ -173,3 +173,10 @@ def test_single_layers_are_not_recomputed_where_sequences_are_cut(traced):
     check(setting)
     with pytest.raises(SettingError, match="cuts sequences, and single layers cannot be"):
         check(replace(setting, recomputed=frozenset({0})))
+
+
+def test_configurations_are_compared_without_the_times_that_a_plan_predicts(traced):
+    """Ranks of unlike devices may have measured others."""
+    one = config(traced)
+    assert replace(one, planned_busy_s={one.schedule.programs[0]: 1.0}) == one
+    assert replace(one, recomputed=frozenset({1})) != one

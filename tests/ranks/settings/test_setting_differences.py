@@ -204,3 +204,119 @@ def test_a_description_survives_json():
     """It is sent through the store."""
     whole = description()
     assert Description.of_json(json.loads(json.dumps(asdict(whole)))) == whole
+
+
+def rank_of(facts=None, lists=None, weights=(), homes=()):
+    """A description with few fields."""
+    return Description(facts or {}, lists or {}, list(weights), list(homes))
+
+
+def test_only_facts_that_ranks_have_are_compared():
+    """A rank without a topic has no value of it; topics are in the order of their appearance."""
+    ranks = [rank_of({"a": "1", "b": "2"}), rank_of({"b": "3", "c": "4"}), rank_of({"c": "5"})]
+    assert differences(ranks) == ["b: 2 on rank 0; 3 on rank 1", "c: 4 on rank 1; 5 on rank 2"]
+
+
+def test_parameters_are_compared_by_name_and_other_rows_by_place():
+    """One more parameter must not make all after it differ."""
+    rows = [("a", "1"), ("b", "2"), ("c", "3")]
+    ranks = [rank_of(lists={"parameter": rows}), rank_of(lists={"parameter": rows[1:]})]
+    assert differences(ranks) == ["parameter 'a': 1 on rank 0; missing on rank 1"]
+    ranks = [
+        rank_of(lists={"module": rows[:2]}),
+        rank_of(lists={"module": [("a", "1"), ("1", "2")]}),
+    ]
+    assert differences(ranks) == ["module 1: 'b' 2 on rank 0; 2 on rank 1"]
+    ranks = [rank_of(lists={"module": rows}), rank_of()]
+    assert len(differences(ranks)) == 3
+    assert differences(ranks)[2] == "module 2: 'c' 3 on rank 0; missing on rank 1"
+
+
+@pytest.mark.parametrize(
+    ("count", "last"), [(4, "row 3: x"), (5, "row: 1 more differ"), (9, "row: 5")]
+)
+def test_four_rows_of_a_topic_are_shown_and_others_counted(count, last):
+    """The first differences say what is wrong."""
+    rows = [[(str(n), text) for n in range(count)] for text in ("x", "y")]
+    lines = differences([rank_of(lists={"row": one}) for one in rows])
+    assert len(lines) == min(count, 5)
+    assert lines[-1].startswith(last)
+
+
+@pytest.mark.parametrize(
+    ("facts", "lists", "compared"),
+    [
+        ({}, {}, True),
+        ({"seed": "0"}, {}, True),
+        ({"cut": "0"}, {}, False),
+        ({"schedule": "0"}, {}, False),
+        ({"ranks": "0"}, {}, False),
+        ({}, {"layer": [("0", "x")]}, False),
+        ({}, {"program of rank": [("0", "x")]}, False),
+        ({}, {"parameter": [("0", "x")]}, False),
+        ({}, {"module of layer": [("0", "x")]}, True),
+    ],
+)
+def test_weights_are_compared_only_where_layers_and_parameters_are_the_same(facts, lists, compared):
+    """Others would be compared with weights that they have nothing to do with."""
+    ranks = [
+        rank_of(facts, lists, [("a", "1")], [0]),
+        rank_of(dict.fromkeys(facts, "1"), {topic: [] for topic in lists}, [("a", "2")], [0]),
+    ]
+    lines = differences(ranks)
+    weights = (
+        "weights of layer 'a': values with checksum 1 on rank 0; values with checksum 2 on rank 1"
+    )
+    assert (weights in lines) is compared
+    assert len(lines) == len(facts) + len(lists) + compared
+
+
+def test_weights_count_where_their_layer_is_trained():
+    """Ranks that do not train it may have it on the meta device, or stale; no rank may be missing."""
+
+    def lines_of(home, *texts):
+        return differences([rank_of(weights=[("a", text)], homes=[home]) for text in texts])
+
+    assert lines_of(0, "1", "meta", "stale") == []
+    assert lines_of(1, "meta", "1", "1") == []
+    assert lines_of(0, "meta", "meta") == []
+    assert lines_of(5, "1", "2") == []
+    (line,) = lines_of(0, "meta", "1", "stale")
+    assert line == (
+        "weights of layer 'a': on the meta device on rank 0; values with checksum 1 on rank 1; "
+        "from before an earlier training on rank 2"
+    )
+    (line,) = lines_of(1, "1", "stale")
+    assert "on rank 1, which is to train it, from before" in line
+
+
+def test_the_advice_fits_the_differences():
+    """To plan again does not help against other weights."""
+    plan, seed = "plan on one rank, and load that plan on all of them", "seed its initialisation"
+    for line, advice in (
+        ("cut: 1 on rank 0; 2 on rank 1", [plan]),
+        ("weights of layer 'a': 1 on rank 0; 2 on rank 1", [seed]),
+        ("seed: 0 on rank 0; 1 on rank 1", []),
+    ):
+        message = message_of([line])
+        assert "(1 difference):" in message
+        assert f"\n  {line}\n" in message
+        assert [text for text in (plan, seed) if text in message] == advice
+
+
+@pytest.mark.parametrize("place", [0, 10, 30, 99, 150, 199])
+def test_the_first_difference_is_in_what_is_shown_of_long_texts(place):
+    """With what comes before it; dots stand for what is left out."""
+    one = "".join(chr(0x4E00 + n) for n in range(200))
+    other = one[:place] + "#" + one[place + 1 :]
+    for text, short in zip((one, other), shortened([one, other]), strict=True):
+        core = short.strip("…")
+        assert core in text
+        assert len(core) <= 100
+        start = text.index(core)
+        assert start <= place < start + len(core)
+        assert short.startswith("…") == (start > 0)
+        assert short.endswith("…") == (start + len(core) < 200)
+        assert place - start <= 25
+    assert shortened(["a" * 100, "b"]) == ["a" * 100, "b"]
+    assert shortened(["a" * 150, "a" * 120]) == ["a" * 100 + "…"] * 2

@@ -511,3 +511,12 @@ def test_a_rank_is_named_with_host_address_and_process():
     """In this order."""
     text = RankAddress("a", "10.0.0.1", 4000, 77).describe(5)
     assert text == "rank 5 on host a (10.0.0.1, pid 77)"
+
+
+def test_heartbeats_that_were_closed_have_nothing_to_do_at_exit(start, monkeypatch):
+    """Their process has ended."""
+    removed = []
+    monkeypatch.setattr(heartbeats.atexit, "unregister", removed.append)
+    watch, _, _ = start()
+    watch.close()
+    assert removed == [watch._leave]

@@ -1,0 +1,90 @@
+"""Tensors that several processes share: the part of this process, and the whole.
+
+The group is torch's fake one: this process is rank 1 of 2, and nothing is sent.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from penstock.values.sharded import copy_whole, is_sharded, local_part, whole
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    """A mesh of two processes, of which this one is the second."""
+    import torch.distributed.tensor  # noqa: F401 - takes a second, which is no part of a test
+    from torch.distributed.device_mesh import init_device_mesh
+
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+    yield init_device_mesh("cpu", (2,))
+    dist.destroy_process_group()
+
+
+def sharded(mesh, local, *, dim=0, replicated=False):
+    """A tensor of which this process has `local`."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    placement = Replicate() if replicated else Shard(dim)
+    return DTensor.from_local(local, mesh, [placement])
+
+
+def test_plain_tensors_are_whole_and_local():
+    """Most models have no others; torch's module need not be loaded to tell."""
+    tensor = torch.ones(2, 3, requires_grad=True)
+    assert not is_sharded(tensor)
+    assert not is_sharded(None)
+    assert local_part(tensor) is tensor
+    assert whole(tensor) is tensor
+    target = torch.zeros(2, 3)
+    copy_whole(target, tensor.detach())
+    assert target.tolist() == [[1.0] * 3] * 2
+
+
+def test_the_local_part_is_the_memory_of_this_process(mesh):
+    """An optimizer steps it in place; no graph leads to it."""
+    local = torch.zeros(2, 3)
+    tensor = sharded(mesh, local).requires_grad_()
+    assert is_sharded(tensor)
+    assert tensor.shape == (4, 3)
+    part = local_part(tensor)
+    assert not is_sharded(part)
+    assert not part.requires_grad
+    part.fill_(2.0)
+    assert local.tolist() == [[2.0] * 3] * 2
+
+
+def test_the_whole_has_the_shape_of_all_parts_and_no_graph(mesh):
+    """A checkpoint has the whole."""
+    full = whole(sharded(mesh, torch.ones(2, 3)).requires_grad_())
+    assert (type(full), full.shape, full.requires_grad) == (torch.Tensor, (4, 3), False)
+    replicated = whole(sharded(mesh, torch.ones(2, 3), replicated=True))
+    assert replicated.tolist() == [[1.0] * 3] * 2
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_of_a_whole_tensor_the_part_of_this_process_is_copied(mesh, dim):
+    """In the dtype of the target; nothing is sent, since every process has the whole."""
+    source = torch.arange(16, dtype=torch.float64).reshape(4, 4)
+    local = torch.zeros(2, 4) if dim == 0 else torch.zeros(4, 2)
+    copy_whole(sharded(mesh, local, dim=dim), source)
+    expected = source[2:] if dim == 0 else source[:, 2:]
+    assert local.dtype == torch.float32
+    assert torch.equal(local, expected.float())
+    target = torch.zeros(2, 4)
+    copy_whole(sharded(mesh, target, replicated=True), source[:2])
+    assert torch.equal(target, source[:2].float())
+
+
+def test_a_result_that_may_not_be_there_yet_gives_the_tensor_it_fills():
+    """torch wraps results of collective operations until they are used."""
+
+    class Pending(torch.Tensor):
+        """A tensor with the attribute of such a wrapper."""
+
+    pending = torch.zeros(2).as_subclass(Pending)
+    pending.elem = torch.ones(2)
+    assert local_part(pending) is pending.elem
