@@ -176,7 +176,7 @@ def notes(rank_2):
         return nullcontext()
 
     rank_2.setattr(process_group, "disable_memory_trimming", lambda: notes.append("memory"))
-    rank_2.setattr(process_group, "_limited", limit)
+    rank_2.setattr(process_group, "_time_limit", limit)
     rank_2.setattr(process_group.dist, "get_world_size", lambda: 3)
     rank_2.setattr(process_group.dist, "get_rank", lambda: 1)
     rank_2.setattr(process_group.dist.distributed_c10d, "_get_default_store", lambda: "store")

@@ -134,16 +134,17 @@ class GlobalStep:
         """
         norm, nonfinite = self._unscale(rank) if self.exchanges_norms else (None, 0.0)
         interpreter = self.assembly.interpreters[rank]
-        if interpreter.finite is not None:
-            interpreter.finite.reset()
-        if nonfinite:
-            for stage in interpreter.stages.values():
-                stage.update.skip()
-            return norm, nonfinite
         for stage in interpreter.stages.values():
+            if nonfinite:
+                stage.update.skip()
+                continue
             if self.options.clip_grad_norm is not None and norm is not None:
                 clip(stage.update.parameters, self.options.clip_grad_norm, norm.to(stage.device))
             stage.update.step()
+        if interpreter.finite is not None:
+            interpreter.finite.reset()
+        if nonfinite:
+            return norm, nonfinite
         if self.assembly.zero:
             # All are sent before any is waited for: ranks may hold several stages, in different
             # orders.
