@@ -302,3 +302,26 @@ def test_copies_of_a_mesh_play_the_batch_of_all_and_return_the_outputs_of_each()
     assert len(output) == 4
     pipe._copies = None
     assert torch.equal(pipe.forward(x), output)
+
+
+def test_batches_are_compared_with_their_data_and_train_only_where_gradients_are_wanted():
+    """An evaluation has no gradients, and `forward` no targets."""
+    pipe = threads(plain_layers(), [2, 1])
+    log = []
+
+    def begin(batch, x, y, call):
+        log.append((call, batch.training, x is inputs, y is targets, y is None))
+        return batch
+
+    pipe._world.calls.begin = begin
+    inputs, targets = data(0)
+    pipe.train_batch(inputs, targets)
+    pipe.eval_batch(inputs, targets)
+    pipe.forward(inputs)
+    pipe.compare_with_one_device(inputs, targets)
+    assert log == [
+        ("train_batch", True, True, True, False),
+        ("eval_batch", False, True, True, False),
+        ("forward", False, True, False, True),
+        ("compare_with_one_device", True, True, True, False),
+    ]
