@@ -20,7 +20,7 @@ from penstock.batches.device_batch import (
     copy_to,
     device_batch,
     micro_batch_inputs,
-    moved,
+    to_device,
     whole_inputs,
 )
 
@@ -184,8 +184,8 @@ def test_copies_have_no_graph_and_what_is_absent_stays_absent():
     weight = torch.ones(2, requires_grad=True)
     copied = copy_to(weight * 2, META)
     assert (copied.device, copied.requires_grad) == (META, False)
-    assert moved(None, META) is None
-    assert moved(weight, META).device == META
+    assert to_device(None, META) is None
+    assert to_device(weight, META).device == META
 
 
 def test_inputs_are_cut_from_one_copy_on_a_device_and_passed_on_from_the_host(copies):

@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from penstock.values.storage import copy_of, copy_stride, is_dense, overlapping
+from penstock.values.storage import copy_of, copy_stride, is_dense, overlapping_pairs
 
 
 def offsets_of(shape, stride):
@@ -51,7 +51,7 @@ def test_tensors_overlap_if_they_have_a_byte_in_common():
             for pair in itertools.combinations(range(4), 2)
             if bytes_of(tensors[pair[0]]) & bytes_of(tensors[pair[1]])
         )
-        assert overlapping(tensors) == expected
+        assert overlapping_pairs(tensors) == expected
         overlaps += bool(expected)
     assert 50 < overlaps < 300
 
@@ -59,36 +59,36 @@ def test_tensors_overlap_if_they_have_a_byte_in_common():
 def test_neighbours_and_interleaved_tensors_do_not_overlap():
     """Columns of a matrix are such tensors; a shared last or first byte counts."""
     memory = torch.zeros(8)
-    assert overlapping([memory[:4], memory[4:]]) == ()
-    assert overlapping([memory[4:], memory[:4]]) == ()
-    assert overlapping([memory[:5], memory[4:]]) == ((0, 1),)
-    assert overlapping([memory[4:], memory[:5]]) == ((0, 1),)
-    assert overlapping([memory[::2], memory[1::2]]) == ()
+    assert overlapping_pairs([memory[:4], memory[4:]]) == ()
+    assert overlapping_pairs([memory[4:], memory[:4]]) == ()
+    assert overlapping_pairs([memory[:5], memory[4:]]) == ((0, 1),)
+    assert overlapping_pairs([memory[4:], memory[:5]]) == ((0, 1),)
+    assert overlapping_pairs([memory[::2], memory[1::2]]) == ()
     halves = memory.view(torch.int16)
-    assert overlapping([halves[::2], halves[1::2]]) == ()
-    assert overlapping([memory[1:2], halves[2:3]]) == ((0, 1),)
-    assert overlapping([memory[1:2], halves[4:5]]) == ()
+    assert overlapping_pairs([halves[::2], halves[1::2]]) == ()
+    assert overlapping_pairs([memory[1:2], halves[2:3]]) == ((0, 1),)
+    assert overlapping_pairs([memory[1:2], halves[4:5]]) == ()
 
 
 def test_empty_and_meta_tensors_overlap_with_nothing():
     """They have no memory."""
     memory = torch.zeros(4)
     absent = torch.zeros(4, device="meta")
-    assert overlapping([memory, memory[:0], memory[:2]]) == ((0, 2),)
-    assert overlapping([absent, absent[:2]]) == ()
-    assert overlapping([memory]) == overlapping([]) == ()
+    assert overlapping_pairs([memory, memory[:0], memory[:2]]) == ((0, 2),)
+    assert overlapping_pairs([absent, absent[:2]]) == ()
+    assert overlapping_pairs([memory]) == overlapping_pairs([]) == ()
 
 
 def test_large_tensors_whose_ranges_overlap_count_as_overlapping():
     """Comparing all of their bytes would take too long; separate ranges are still told apart."""
     memory = torch.empty(1 << 20)
     small = [memory.as_strided((2,), (1 << 18,)), memory.as_strided((2,), (1 << 18,), 1)]
-    assert overlapping(small) == ()
+    assert overlapping_pairs(small) == ()
     pages = torch.empty(3 << 25, dtype=torch.uint8)  # never touched, so that it takes no memory
     first = pages.as_strided((2,), ((1 << 26) + 1,))
     second = pages.as_strided((2,), ((1 << 26) + 1,), 1)
-    assert overlapping([first, second]) == ((0, 1),)
-    assert overlapping([pages[: 1 << 26], pages[1 << 26 :]]) == ()
+    assert overlapping_pairs([first, second]) == ((0, 1),)
+    assert overlapping_pairs([pages[: 1 << 26], pages[1 << 26 :]]) == ()
 
 
 SHAPES = [(), (0,), (1,), (3,), (2, 3), (1, 3), (3, 1), (2, 1, 3), (2, 0, 3), (2, 2, 2)]

@@ -309,7 +309,7 @@ def test_the_first_difference_is_in_what_is_shown_of_long_texts(place):
     """With what comes before it; dots stand for what is left out."""
     one = "".join(chr(0x4E00 + n) for n in range(200))
     other = one[:place] + "#" + one[place + 1 :]
-    for text, short in zip((one, other), shortened([one, other]), strict=True):
+    for text, short in zip((one, other), shorten_texts([one, other]), strict=True):
         core = short.strip("…")
         assert core in text
         assert len(core) <= 100
@@ -318,5 +318,5 @@ def test_the_first_difference_is_in_what_is_shown_of_long_texts(place):
         assert short.startswith("…") == (start > 0)
         assert short.endswith("…") == (start + len(core) < 200)
         assert place - start <= 25
-    assert shortened(["a" * 100, "b"]) == ["a" * 100, "b"]
-    assert shortened(["a" * 150, "a" * 120]) == ["a" * 100 + "…"] * 2
+    assert shorten_texts(["a" * 100, "b"]) == ["a" * 100, "b"]
+    assert shorten_texts(["a" * 150, "a" * 120]) == ["a" * 100 + "…"] * 2
