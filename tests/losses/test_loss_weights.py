@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 
 import pytest
@@ -12,7 +11,7 @@ from torch.nn import functional
 from penstock.batches.batch import make_batch
 from penstock.errors import SettingError
 from penstock.losses.call import LossCall
-from penstock.losses.loss_weights import Knowledge, LossWeights, _as_number, _same_contents
+from penstock.losses.loss_weights import Knowledge, LossWeights, _same_contents
 
 CPU = torch.device("cpu")
 
@@ -119,28 +118,6 @@ def test_a_single_micro_batch_has_its_share_and_the_callers_numbers_come_first()
     assert batch.loss_counts == {0: 15.0, 1: 30.0}
     numbers, batch = weights_of(functional.mse_loss, x, y, 2, loss_weight=lambda _: 0)
     assert numbers == batch.shares == [0.6, 0.4]
-
-
-@pytest.mark.parametrize(
-    ("count", "words"),
-    [
-        (-1, "-1"),
-        (math.nan, "nan"),
-        (math.inf, "inf"),
-        (torch.tensor(math.inf), "inf"),
-        (True, "True"),
-        (torch.tensor([True]), "True"),
-        (torch.ones(2), "Tensor"),
-        ("3", "str"),
-        (None, "NoneType"),
-    ],
-)
-def test_what_is_no_finite_number_of_0_or_more_is_refused_with_its_micro_batch(count, words):
-    """An infinite weight would make those of all others NaN."""
-    with pytest.raises(SettingError, match=rf"for micro-batch 4 it returned {words}$"):
-        _as_number(count, 4)
-    for fine in (0, 2.5, torch.tensor(3), torch.tensor([[4.0]])):
-        assert _as_number(fine, 0) == float(fine)
 
 
 def test_tests_are_due_at_powers_of_two_and_always_where_only_they_tell():

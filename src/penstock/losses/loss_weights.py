@@ -17,7 +17,6 @@ A loss that adds up in none of these ways is refused.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +28,7 @@ from penstock.batches.batch import Batch
 from penstock.errors import SettingError
 from penstock.losses.additivity import AdditivityTest
 from penstock.losses.call import LossCall
+from penstock.losses.caller_weights import CallerCounts
 from penstock.losses.graph import is_per_row
 from penstock.losses.messages import WAYS_OUT, count_differs, model_loss
 from penstock.losses.probe import ReturnsCount
@@ -196,31 +196,10 @@ class LossWeights:
 
     def _by_caller(self, batch: Batch) -> list[float]:
         """Return the weights by `loss_weight`."""
-        counts = self._host_counts(batch)
-        if counts is None:
-            counts = self._caller_counts(batch, self.call.target)
+        assert self.loss_weight is not None
+        counts = CallerCounts(self.loss_weight, self.call).of(batch)
         batch.loss_counts = dict(enumerate(counts))
         return weights_of(counts, sum(counts), batch.shares)
-
-    def _host_counts(self, batch: Batch) -> list[float] | None:
-        """Return the numbers of `loss_weight` for targets in host memory, without waiting for the
-        device; None if there are none, or the function fails on them.
-        """
-        if self.call.host_target(batch, None) is None:
-            return None
-        try:
-            return self._caller_counts(batch, self.call.host_target)
-        except Exception:  # noqa: BLE001 - it will be called with targets on the device
-            self.call.reads_host_targets = False
-            return None
-
-    def _caller_counts(self, batch: Batch, target_of: Callable[[Batch, int], Any]) -> list[float]:
-        """Return the numbers of `loss_weight` for all micro-batches."""
-        assert self.loss_weight is not None
-        return [
-            _as_number(self.loss_weight(target_of(batch, number)), number)
-            for number in batch.numbers
-        ]
 
     def _by_classes(self, batch: Batch, classes: Classes) -> list[float]:
         """Return the weights of a mean over class indices."""
@@ -445,21 +424,3 @@ def _key_of(batch: Batch) -> object:
         return batch.signature, target.shape, target.dtype
     forms = tuple((leaf.shape, leaf.dtype) for leaf in tensors_of(target))
     return batch.signature, forms
-
-
-def _as_number(count: Any, number: int) -> float:
-    """Return the result of `loss_weight` as a number.
-
-    Raises:
-        SettingError: it is not a finite number, or below 0.
-    """
-    if isinstance(count, Tensor) and count.numel() == 1:
-        count = count.item()
-    is_number = isinstance(count, (int, float)) and not isinstance(count, bool)
-    if not is_number or not 0 <= count < math.inf:
-        raise SettingError(
-            "loss_weight must return one finite number of 0 or more for the targets of a micro-batch; "
-            f"for micro-batch {number} it returned "
-            f"{count if isinstance(count, (int, float)) else type(count).__name__}"
-        )
-    return float(count)
