@@ -183,11 +183,7 @@ def train_on(
     end = last_step(config, per_epoch)
     started = time.monotonic()
     with (
-        (
-            Metrics(folder, plan.predicted.step_s, pipe.step, config.wandb)
-            if first
-            else nullcontext()
-        ) as metrics,
+        _open_metrics(config, folder, plan, pipe) if first else nullcontext() as metrics,
         Progress(end, not first or quiet) as progress,
         checkpoints if saves else nullcontext(),
         live.offering(),
@@ -216,6 +212,11 @@ def train_on(
     result.peak_rss_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # KiB
     pipe.close()
     return result
+
+
+def _open_metrics(config: TrainConfig, folder: Path, plan: Plan, pipe: Pipeline) -> Metrics:
+    """Open the log of a run, from the step at which it continues."""
+    return Metrics(folder, plan.predicted.step_s, pipe.step, config.wandb)
 
 
 def _reset_peak_allocated_bytes(device: torch.device) -> None:
