@@ -619,7 +619,7 @@ def refusal(*, schedule="1f1b", loss=MSE, steps=True, **options):
         {"loss": partial(MSE, reduction="sum")},
         {"loss": nn.CrossEntropyLoss()},
     ],
-    ids=str,
+    ids="-".join,
 )
 def test_options_that_make_sense_are_taken(options):
     """Also the extreme ones of a range."""
@@ -680,7 +680,7 @@ def test_options_that_make_sense_are_taken(options):
         ),
         ({"loss_on": "batch"}, "loss_on='batch' needs all outputs of a batch before the first"),
     ],
-    ids=lambda value: str(value) if isinstance(value, dict) else None,
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
 )
 def test_each_invalid_option_is_refused_with_its_name_and_its_values(options, start):
     """Alone, or with the other option, the schedule or the loss that it does not go with."""
