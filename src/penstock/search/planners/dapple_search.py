@@ -209,8 +209,8 @@ class _Search:
             best, rest_start = extend(
                 rows, new_row, prefix.start, step.sums, numbers, (table.values, table.origins)
             )
-            found = rest_start >= 0
-            if found and self.task.stages in (None, stages):
+            has_rest = rest_start >= 0
+            if has_rest and self.task.stages in (None, stages):
                 self.cutoff_s = min(self.cutoff_s, best)
                 if best < self.best_of.get(stages, (np.inf,))[0]:
                     self.best_of[stages] = best, number, move, rest_start
