@@ -9,7 +9,6 @@ from tests.search.random_requests import FAST, SLOW, clusters, cuts, profiles, u
 
 from penstock.cluster.cluster import Cluster, Device, Link, cluster
 from penstock.errors import PlanError, ScheduleError
-from penstock.profile.profile import LayerProfile, Profile, Timing
 from penstock.schedule.catalogue import schedules
 from penstock.search.cuts import cut
 from penstock.search.evaluate import evaluate
@@ -197,18 +196,6 @@ def test_a_schedule_has_the_numbers_of_stages_that_its_ranks_allow(name, ranks, 
     """Which of two numbers a family with two stages per rank takes, only the family knows."""
     facts = schedules()[name]
     assert layouts(facts, ranks) == expected
-    request = PlanRequest(one_layer(), cluster(ranks), 4)
-    for stages, options in SearchSpace(request, []).layouts_of(facts, ranks):
-        assert (stages, options) in expected
-        assert ranks > 1 or stages == 1
-
-
-def one_layer():
-    """A profile of one layer."""
-    line = Timing((1, 16), (1.0, 16.0))
-    return Profile(
-        (LayerProfile("l", "L", line, line, line, line, 1, 4, 0, 1.0, 1.0),), "a", 1.0, 16
-    )
 
 
 def test_on_one_rank_one_schedule_of_each_behaviour_is_left(profile_of):

@@ -259,7 +259,7 @@ def servers(monkeypatch):
         return server
 
     monkeypatch.setattr(forked_ranks, "_Server", start)
-    monkeypatch.setattr(forked_ranks, "_inherited", lambda: fake.inherited)
+    monkeypatch.setattr(forked_ranks, "_inherited_state", lambda: fake.inherited)
     return fake
 
 
@@ -323,17 +323,17 @@ def test_an_interrupt_while_a_server_starts_ends_that_server(servers, tmp_path):
 
 def test_what_a_rank_inherits_is_the_environment_without_what_names_a_test(monkeypatch):
     """And the limits, cores and priority of the process."""
-    before = forked_ranks._inherited()
+    before = forked_ranks._inherited_state()
     for name in ("PYTEST_CURRENT_TEST", "_", "TORCHINDUCTOR_CACHE_DIR"):
         monkeypatch.setenv(name, "other")
-    assert forked_ranks._inherited() == before
+    assert forked_ranks._inherited_state() == before
     monkeypatch.setenv("PENSTOCK_TEST", "other")
-    environment, *others = forked_ranks._inherited()
+    environment, *others = forked_ranks._inherited_state()
     assert environment["PENSTOCK_TEST"] == "other"
     assert others == list(before[1:])
     monkeypatch.setattr(os, "getpriority", lambda *_: 7)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3})
-    assert forked_ranks._inherited()[2:] == ({3}, 7)
+    assert forked_ranks._inherited_state()[2:] == ({3}, 7)
 
 
 def test_the_exit_status_of_a_forked_rank_is_read_once_from_its_pipe():

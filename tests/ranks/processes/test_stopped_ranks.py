@@ -26,11 +26,18 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture
 def children():
     """Two processes that wait, as ranks 0 and 1 of a launcher."""
-    command = [sys.executable, "-S", "-c", "input()"]
-    processes = [
-        subprocess.Popen(command, stdin=subprocess.PIPE, env={**os.environ, "RANK": str(rank)})
-        for rank in range(2)
-    ]
+    command = [sys.executable, "-S", "-c", "print(flush=True); input()"]
+    processes = []
+    for rank in range(2):
+        environment = {**os.environ, "RANK": str(rank)}
+        processes.append(
+            subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+            )
+        )
+    for process in processes:
+        # /proc shows the new environment some time after the return of Popen.
+        process.stdout.readline()
     yield processes
     for process in processes:
         process.kill()

@@ -58,11 +58,14 @@ class Pipe:
 
     def gather(self, rows, forms):
         """Return the rows of all ranks on rank 0."""
-        assert {form.shape for row in forms.values() for form in row} == {(3,)}
+        assert {form.shape for row in forms.values() for form in row} == {(5,)}
         assert len(forms) == self._world.size
         if 0 not in self._world.local_ranks:
             return {}
-        more = {rank: [torch.tensor(row)] for rank, row in enumerate(self.others, len(rows))}
+        # Whether a checkpoint is due, and when the ranks agree again, is for rank 0 to decide.
+        more = {
+            rank: [torch.tensor([*row, 1, 7])] for rank, row in enumerate(self.others, len(rows))
+        }
         return {**rows, **more}
 
     def broadcast(self, value, source, form):
