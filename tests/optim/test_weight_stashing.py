@@ -428,9 +428,12 @@ def test_a_drain_lets_go_whatever_was_in_flight(lab):
     lab.play(module, weights, line.ops[:11], lab.vectors, lab.squares)
     assert weights.versions > 1
     held = weights.held_bytes()
+    newest = [tensor.clone() for tensor in weights._versions[weights._newest].tensors]
     weights.drain()
     assert weights.versions == 1
     assert weights.held_bytes() == held, "the memory is kept for the next versions"
+    for parameter, tensor in zip(module.parameters(), newest, strict=True):
+        assert torch.equal(parameter, tensor)
     lab.play(module, weights, line.ops, lab.vectors, lab.squares)
     assert weights.held_bytes() <= max(
         held, 4 * sum(parameter.nbytes for parameter in module.parameters())

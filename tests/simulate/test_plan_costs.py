@@ -299,11 +299,13 @@ def test_a_slice_pays_the_fixed_cost_of_a_whole_call():
     )
 
 
-def test_a_schedule_of_more_ranks_than_the_cluster_is_refused():
+@pytest.mark.parametrize("lengths", [[1, 1, 2], [1, 1, 1, 1]])
+def test_a_schedule_of_more_ranks_than_the_cluster_is_refused(lengths):
     """There is no link to count."""
-    costs = stage_costs(PROFILE, [1, 1, 1, 1], 1, cluster("local:2"), micro_batches=1)
-    with pytest.raises(PlanError, match="gpipe runs on 4 ranks, but cluster local:2 has 2"):
-        place_costs(costs, schedule("gpipe", 4, 1), cluster("local:2"))
+    ranks = len(lengths)
+    costs = stage_costs(PROFILE, lengths, 1, cluster("local:2"), micro_batches=1)
+    with pytest.raises(PlanError, match=f"gpipe runs on {ranks} ranks, but cluster local:2 has 2"):
+        place_costs(costs, schedule("gpipe", ranks, 1), cluster("local:2"))
 
 
 def a_plan() -> Plan:

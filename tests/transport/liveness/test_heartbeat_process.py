@@ -143,9 +143,14 @@ def test_a_rank_that_is_lost_while_others_are_waited_for_is_named(tmp_path, monk
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the state of a process is in Linux's /proc")
 def test_the_state_of_a_process_tells_a_stop_by_a_signal():
-    """A process that waits or computes is running."""
-    child = subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE)
+    """A process that waits or computes is running; its name may contain what separates fields."""
+    # PR_SET_NAME of prctl is 15.
+    code = "import ctypes; ctypes.CDLL(None).prctl(15, b'a) T b'); print(flush=True); input()"
+    child = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
     try:
+        child.stdout.readline()
         assert process_state(child.pid) == "running"
         child.send_signal(signal.SIGSTOP)
         os.waitpid(child.pid, os.WUNTRACED)
