@@ -296,19 +296,19 @@ def scheduler_findings(schedulers, saved, kinds=()):
 
 def test_every_scheduler_needs_the_saved_state_of_its_class():
     """Fewer may exist than were saved: others may be made after loading."""
-    made = schedulers_of(step_lr, cosine)
-    states = [scheduler.as_json() for scheduler in made]
-    assert scheduler_findings(made, states, [STEP, COSINE]) == ""
-    assert scheduler_findings(made[:1], states, [STEP, COSINE]) == ""
+    result = schedulers_of(step_lr, cosine)
+    states = [scheduler.as_json() for scheduler in result]
+    assert scheduler_findings(result, states, [STEP, COSINE]) == ""
+    assert scheduler_findings(result[:1], states, [STEP, COSINE]) == ""
     assert scheduler_findings([], states, [STEP, COSINE]) == ""
     assert scheduler_findings([], []) == ""
     advice = "To start with new schedulers, pass skip='schedulers'"
-    assert scheduler_findings(made, states[:1], [STEP]) == (
+    assert scheduler_findings(result, states[:1], [STEP]) == (
         "it has the state of 1 learning-rate schedulers, and this pipeline has 2. " + advice
     )
-    fewer = scheduler_findings(made, states[1:], [COSINE])
+    fewer = scheduler_findings(result, states[1:], [COSINE])
     assert fewer.endswith(f"this pipeline has 2. {advice}"), "their classes do not matter then"
-    assert scheduler_findings(made[::-1], states, [STEP, COSINE]) == (
+    assert scheduler_findings(result[::-1], states, [STEP, COSINE]) == (
         f"scheduler 0 is {COSINE} here, and the checkpoint has the state of {STEP}. {advice}; "
         f"scheduler 1 is {STEP} here, and the checkpoint has the state of {COSINE}. {advice}"
     )
@@ -316,12 +316,12 @@ def test_every_scheduler_needs_the_saved_state_of_its_class():
 
 def test_schedulers_without_recorded_classes_are_compared_by_their_entries():
     """Checkpoints of schema 1 do not record them."""
-    made = schedulers_of(step_lr, cosine)
-    states = [scheduler.as_json() for scheduler in made]
-    assert scheduler_findings(made, states) == ""
-    assert scheduler_findings(made, states, [STEP]) == ""
-    assert "scheduler 1 is" not in scheduler_findings(made, states[::-1], [COSINE, COSINE])
-    assert scheduler_findings(made[:1], states[1:]) == (
+    result = schedulers_of(step_lr, cosine)
+    states = [scheduler.as_json() for scheduler in result]
+    assert scheduler_findings(result, states) == ""
+    assert scheduler_findings(result, states, [STEP]) == ""
+    assert "scheduler 1 is" not in scheduler_findings(result, states[::-1], [COSINE, COSINE])
+    assert scheduler_findings(result[:1], states[1:]) == (
         f"scheduler 0 is {STEP} here, and the checkpoint has the state of another scheduler. To "
         "start with new schedulers, pass skip='schedulers'"
     )
@@ -330,10 +330,10 @@ def test_schedulers_without_recorded_classes_are_compared_by_their_entries():
 @pytest.mark.parametrize("text", ["{", "[1]", "null", ""])
 def test_a_state_of_a_scheduler_that_is_no_mapping_is_damaged(text):
     """Also of one that does not exist yet; the others are compared all the same."""
-    made = schedulers_of(step_lr)
-    good = made[0].as_json()
+    result = schedulers_of(step_lr)
+    good = result[0].as_json()
     damaged = "the state of scheduler 1 is damaged. To start with new schedulers, pass"
-    assert scheduler_findings(made, [good, text], [STEP, STEP]).startswith(damaged)
+    assert scheduler_findings(result, [good, text], [STEP, STEP]).startswith(damaged)
     both = scheduler_findings(schedulers_of(step_lr, step_lr), [text, good], [STEP, COSINE])
     assert both.startswith("the state of scheduler 0 is damaged. To start")
     assert "; scheduler 1 is" in both

@@ -72,9 +72,9 @@ def saved(original, tmp_path):
 @pytest.fixture
 def pipe():
     """A pipeline that has been trained otherwise."""
-    made = train(pipeline(seed=5), 1)
-    yield made
-    made.close()
+    result = train(pipeline(seed=5), 1)
+    yield result
+    result.close()
 
 
 def contents(folder):

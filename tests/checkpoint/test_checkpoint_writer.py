@@ -34,7 +34,7 @@ def pipe():
     first = nn.Linear(3, 3)
     model = nn.Sequential(first, nn.BatchNorm1d(3), nn.Linear(3, 3))
     model[2].weight = first.weight
-    made = ps.Pipeline(
+    result = ps.Pipeline(
         model,
         loss=nn.functional.mse_loss,
         balance=[2, 1],
@@ -42,9 +42,9 @@ def pipe():
         optimizer=lambda params: SGD(params, lr=0.1, momentum=0.9),
         executor="threads",
     )
-    step(made)
-    yield made
-    made.close()
+    step(result)
+    yield result
+    result.close()
 
 
 def step(pipe):

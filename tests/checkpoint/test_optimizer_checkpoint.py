@@ -205,9 +205,9 @@ def test_parameters_without_saved_state_begin_anew_and_keep_their_options():
     stage = trained(lambda params: SGD(params, lr=0.1, momentum=0.9))
     names = names_of(stage)
     tensors, facts = optimizer_state(stage, "")
-    kept = {"c.weight": facts_of(facts)["c.weight"]}
+    remaining = {"c.weight": facts_of(facts)["c.weight"]}
     moments = below("optimizer/", tensors)
-    restore_optimizer(stage.update.optimizer, names, moments, kept)
+    restore_optimizer(stage.update.optimizer, names, moments, remaining)
     state = stage.update.optimizer.state
     assert [names[parameter] for parameter in state] == ["c.weight"]
     restore_optimizer(stage.update.optimizer, names, {}, {"c.weight": Facts({"lr": 0.5}, {})})

@@ -105,8 +105,8 @@ def save(root, disks, monkeypatch, *, leaders=None, writers=(), names=None, **op
     names = names or [name_of(rank) for rank in range(len(disks))]
 
     def job(world):
-        own = options if world.rank in writers else {}
-        writer = Writer(root / disks[world.rank], names, log, **own)
+        local = options if world.rank in writers else {}
+        writer = Writer(root / disks[world.rank], names, log, **local)
         job = SaveJob(writer, world, Disks(leaders), writer.publication())
         assert job.step == 12
         results = []
@@ -188,16 +188,16 @@ def test_a_file_that_the_leader_of_its_disk_does_not_see_is_refused(tmp_path, mo
 
 def test_an_unexpected_error_of_the_thread_is_raised_and_the_others_are_told(tmp_path):
     """They are about to wait for the report of this rank."""
-    told = []
+    calls = []
     world = SimpleNamespace(
-        size=1, local_ranks=(0,), run=lambda job: {0: job(0)}, abandon=told.append
+        size=1, local_ranks=(0,), run=lambda job: {0: job(0)}, abandon=calls.append
     )
     error = ZeroDivisionError("a defect")
     writer = Writer(tmp_path, [name_of(0)], [], fails=error)
     job = SaveJob(writer, world, Disks((0,)), writer.publication())
     with pytest.raises(ZeroDivisionError, match="a defect"):
         job.wait()
-    assert told == [error]
+    assert calls == [error]
 
 
 def test_the_ranks_of_a_process_write_in_one_thread_that_training_does_not_wait_for(tmp_path):

@@ -354,13 +354,13 @@ def test_a_complete_checkpoint_gets_its_name_after_the_logs_are_on_the_disk(tmp_
         monkeypatch.setattr(
             series, name, lambda path: happened.append((path, steps_in(root) == ["step-000003"]))
         )
-    made = publication(root, 3, 1, [tmp_path / "none", log])
-    assert made.folder == root
-    made.publish()
+    result = publication(root, 3, 1, [tmp_path / "none", log])
+    assert result.folder == root
+    result.publish()
     assert happened == [(log, False), (root, True)]
     assert newest_whole(step_folders(root)).step == 3
     with pytest.raises(FileError, match=r"cannot write the checkpoint .*step-000003: No such file"):
-        made.publish()
+        result.publish()
 
 
 def test_after_a_failure_the_folder_of_the_save_is_removed_and_after_a_success_older_ones(tmp_path):

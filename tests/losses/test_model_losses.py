@@ -53,8 +53,8 @@ def by_hand(scores, labels):
 
 def at_least_one(scores, labels):
     """The same where no token counts; such numbers of micro-batches do not add up to the batch's."""
-    each = functional.cross_entropy(scores.view(-1, WORDS), labels.view(-1), reduction="sum")
-    return each / (labels != -100).sum().clamp(min=1)
+    expected = functional.cross_entropy(scores.view(-1, WORDS), labels.view(-1), reduction="sum")
+    return expected / (labels != -100).sum().clamp(min=1)
 
 
 def halves(scores, labels):

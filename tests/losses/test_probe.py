@@ -180,10 +180,10 @@ def test_outputs_are_repeated_to_as_many_samples(dim):
     """Several rows per sample stay together; other leaves are as they are."""
     output = torch.arange(12.0).reshape(4, 3) if dim == 0 else torch.arange(12.0).reshape(3, 4)
     for size in (1, 2, 3, 5):
-        found = repeat_samples({"x": output, "n": 3}, dim, 2, size)
+        result = repeat_samples({"x": output, "n": 3}, dim, 2, size)
         rows = [place % 4 for place in range(2 * size)]
-        assert torch.equal(found["x"], output.index_select(dim, torch.tensor(rows)))
-        assert found["n"] == 3
+        assert torch.equal(result["x"], output.index_select(dim, torch.tensor(rows)))
+        assert result["n"] == 3
     with pytest.raises(SettingError, match="has no 3 samples"):
         repeat_samples(output, dim, 3, 1)
     with pytest.raises(SettingError, match=r"an output of \(\) has no 1 samples"):

@@ -10,7 +10,7 @@ from torch.nn import functional
 import penstock as ps
 from penstock.batches.batch import make_batch
 from penstock.losses.terms import UnknownForm
-from penstock.losses.traced_loss import Count, ModelLoss, _argument, _column, _depends_on_contents
+from penstock.losses.traced_loss import Count, ModelLoss, _column, _depends_on_contents
 
 aten = torch.ops.aten
 
@@ -75,6 +75,12 @@ DIVISIBLE = {
     ),
     "sum": lambda model, s, y: summed(s, y),
     "part of a sum": lambda model, s, y: -summed(s, y) / 20 * 3,
+    "values about a mean over tokens": lambda model, s, y: (s - s.mean(1, True)).square().mean(),
+    "shares in tokens": lambda model, s, y: s.cumsum(1).softmax(1).square().sum(),
+    "chosen values": lambda model, s, y: s[y != -100].square().sum(),
+    "weights made in the forward": lambda model, s, y: likelihood(
+        s, y, weight=torch.tensor([0.5, 1.0, 2.0, 0.0, 4.0])
+    ),
     "by hand": lambda model, s, y: summed(s, y) / count(y),
     "by a factor": lambda model, s, y: (1 / count(y)) * summed(s, y),
     "by two factors": lambda model, s, y: summed(s, y) * (2 / count(y)) / y.shape[0] * 3,
@@ -195,15 +201,15 @@ REFUSED = {
     ),
     "a mean of sums over samples": (
         lambda model, s, y: s.square().sum(0).mean(),
-        "values that are not those of single samples",
+        "sum over samples",
     ),
     "a sum of means over samples": (
         lambda model, s, y: s.square().mean(0).sum(),
-        "values that are not those of single samples",
+        "mean over samples",
     ),
     "squares of means over samples": (
         lambda model, s, y: functional.mse_loss(s.mean(0), one_hot(y).mean(0), reduction="sum"),
-        "values that are not those of single samples",
+        "mean over samples",
     ),
     "a penalty on weights": (
         lambda model, s, y: s.square().sum() + model.head.weight.square().sum(),
@@ -215,7 +221,7 @@ REFUSED = {
     ),
     "rows in a stack": (
         lambda model, s, y: torch.stack([s.mean((0, 1)), s[0, 0]]).mean(),
-        "values that are not those of single samples",
+        "select over samples",
     ),
     "pairs of samples": (
         lambda model, s, y: (s.mean(1) @ s.mean(1).t()).square().mean(),
@@ -224,6 +230,23 @@ REFUSED = {
     "a mean of a choice": (
         lambda model, s, y: s[y != -100].square().mean(),
         "a mean over elements that are chosen by their contents",
+    ),
+    "values about a mean over samples": (
+        lambda model, s, y: (s - s.mean(0)).square().mean(),
+        "mean over samples",
+    ),
+    "values by the largest of all": (
+        lambda model, s, y: (s / s.abs().amax((0, 2), keepdim=True)).square().sum(),
+        "amax over samples",
+    ),
+    "shares in all samples": (lambda model, s, y: s.softmax(0).square().mean(), "softmax over"),
+    "a cumulative sum": (lambda model, s, y: s.cumsum(0).square().sum(), "cumsum over samples"),
+    "differences of neighbours": (lambda model, s, y: (s - s.roll(1, 0)).abs().mean(), "roll over"),
+    "a roll of all elements": (lambda model, s, y: (s - s.roll(1)).abs().mean(), "roll over"),
+    "products with others": (lambda model, s, y: (s * s.flip(-1, 0)).sum(), "flip over samples"),
+    "ranks among the samples": (
+        lambda model, s, y: (s.sort(0).values * s).mean(),
+        "sort over samples",
     ),
     "a root": (lambda model, s, y: likelihood(s, y).sqrt(), "sqrt"),
     "no reduction": (
@@ -283,19 +306,6 @@ def test_only_a_last_layer_that_is_traced_computes_a_loss_of_its_own():
     """A stage may have no layers."""
     assert ModelLoss.of([], torch.device("cpu")) is None
     assert ModelLoss.of([nn.Linear(1, 1)], torch.device("cpu")) is None
-
-
-def test_arguments_are_found_by_name_in_the_schema():
-    """By keyword, by position, or the default of the caller."""
-    graph = fx.Graph()
-    x, y = graph.placeholder("x"), graph.placeholder("y")
-    plain = graph.call_function(aten.cross_entropy_loss.default, (x, y))
-    full = graph.call_function(aten.cross_entropy_loss.default, (x, y, None, 2, -7))
-    named = graph.call_function(aten.cross_entropy_loss.default, (x, y), {"ignore_index": 5})
-    found = [_argument(node, "ignore_index", -100) for node in (plain, full, named)]
-    assert found == [-100, -7, 5]
-    assert [_argument(node, "reduction", 1) for node in (plain, full, named)] == [1, 2, 1]
-    assert _argument(full, "no_such_argument", 9) == 9
 
 
 def test_numbers_of_rows_do_not_depend_on_contents():

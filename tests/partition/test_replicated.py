@@ -208,5 +208,5 @@ def test_the_smallest_sum_is_found_on_both_sides_of_a_bound(seed):
         for way in every_way(4, 3):
             seconds = times(table, way)
             values.append(sum(seconds) + factor * max(seconds))
-        found = times(table, replicated_sum(table, factor, exactly=False))
-        assert sum(found) + factor * max(found) == min(values)
+        result = times(table, replicated_sum(table, factor, exactly=False))
+        assert sum(result) + factor * max(result) == min(values)

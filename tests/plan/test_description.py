@@ -48,9 +48,11 @@ def test_a_plan_prints_its_cuts_its_prediction_and_the_limits_of_other_candidate
 )
 def test_a_plan_prints_its_recomputed_layers_and_the_saved_memory(changes, line):
     """Segments end where a stage does."""
-    made = plan()
+    result = plan()
     text = str(
-        replace(made, predicted=replace(made.predicted, more_work=0.032, less_kept=0.41), **changes)
+        replace(
+            result, predicted=replace(result.predicted, more_work=0.032, less_kept=0.41), **changes
+        )
     )
     assert f"  {line} work, 41% fewer activations saved for the backward" in text.splitlines()
 

@@ -256,13 +256,15 @@ def test_a_reader_reads_what_is_needed_of_inputs_and_of_targets(seed):
     """Pairs are read once for both; where nothing is needed, one sample shows the form, once."""
     rng = random.Random(seed)
     numbers = (0, 1, 2)
-    needed, wanted = (tuple(sorted(rng.sample(numbers, rng.randint(0, 3)))) for _ in range(2))
+    needed, requested = (tuple(sorted(rng.sample(numbers, rng.randint(0, 3)))) for _ in range(2))
     samples, batch = 11, rng.choice([3, 4])
     pairs = rng.random() < 0.5
     values = [(torch.tensor([n]), {"y": torch.tensor([10 * n])}) for n in range(samples)]
     x, y = (CountingReads([row[side] for row in values]) for side in (0, 1))
     source = CountingReads(values)
-    reader = reader_of(*((source, None) if pairs else (x, y)), batch, needed=needed, wanted=wanted)
+    reader = reader_of(
+        *((source, None) if pairs else (x, y)), batch, needed=needed, wanted=requested
+    )
     order = list(reversed(range(samples)))
     reads = {"x": [], "y": [], "pairs": []}
     for index, (part_x, part_y) in enumerate(reader):
@@ -286,7 +288,7 @@ def test_a_reader_reads_what_is_needed_of_inputs_and_of_targets(seed):
             columns += positions
         reads["pairs"] += [row[position] for position in sorted(set(columns))]
     if pairs:
-        assert source.read == (reads["pairs"] if needed or wanted else [order[0]])
+        assert source.read == (reads["pairs"] if needed or requested else [order[0]])
     else:
         assert (x.read, y.read) == (reads["x"], reads["y"])
 

@@ -192,7 +192,7 @@ def test_a_rule_gets_the_options_of_the_run_and_defaults_for_the_others(rules):
     )
     rule = assembly.setting.rule
     assert rule.with_defaults({}) != rule.with_defaults(options)
-    assert [made.site.options for made in rules] == [rule.with_defaults(options)] * 2
+    assert [result.site.options for result in rules] == [rule.with_defaults(options)] * 2
 
 
 def test_copies_that_average_after_waves_exchange_with_those_of_their_stage(rules):
@@ -203,15 +203,15 @@ def test_copies_that_average_after_waves_exchange_with_those_of_their_stage(rule
     for rank, stages in assembly.wave_replicas.items():
         for index, group in stages.items():
             (site,) = [
-                made.site
-                for made in rules
-                if made.site.update is assembly.interpreters[rank].stages[index].update
+                result.site
+                for result in rules
+                if result.site.update is assembly.interpreters[rank].stages[index].update
             ]
             assert site.waves is stream.waves
             assert site.pipelines == stream.pipelines
             assert site.exchange.replica is group
     turns = assembly_of("avgpipe", (1, 1), micro_batches=1)
     stream = turns.setting.schedule.stream
-    sites = [made.site for made in rules[-2:]]
+    sites = [result.site for result in rules[-2:]]
     assert [(site.pipelines, site.exchange) for site in sites] == [(stream.pipelines, None)] * 2
     assert stream.pipelines > 1

@@ -88,9 +88,9 @@ def test_a_time_limit_ends_the_proposals_once_one_fits_and_the_plan_says_so(prof
     """What does not fit is no plan: the next proposal is tried although the time is up."""
     slow, fast = Proposal((4,), "gpipe", 1), Proposal((1,) * 4, "1f1b", 8)
     late = request(profile_of, deadline=Deadline(0))
-    found = best_plan(late, [slow, fast])
-    assert found.lengths == (4,)
-    assert found.search_note.startswith("search cut short by the clock, at time_limit_s")
+    result = best_plan(late, [slow, fast])
+    assert result.lengths == (4,)
+    assert result.search_note.startswith("search cut short by the clock, at time_limit_s")
     assert best_plan(late, [Proposal((1,) * 5, "1f1b", 8), fast]).lengths == (1, 1, 1, 1)
     in_time = best_plan(request(profile_of, deadline=Deadline(1000)), [slow, fast])
     assert (in_time.lengths, in_time.search_note) == ((1, 1, 1, 1), "")
@@ -103,9 +103,9 @@ def test_what_does_not_fit_is_in_no_table_of_a_plan(profile_of):
     lean = Proposal((2, 2), "1f1b", 8, recompute="always")
     profile = profile_of([1.0] * 4, parameters=100)
     limit = max(plan_proposal(PlanRequest(profile, TWO, 8), lean).predicted.peak_memory)
-    found = best_plan(PlanRequest(profile, TWO, 8, memory_limit=limit), [full, lean])
-    assert [row.lengths for row in found.candidates] == [(2, 2)]
-    assert found.recompute == "always"
+    result = best_plan(PlanRequest(profile, TWO, 8, memory_limit=limit), [full, lean])
+    assert [row.lengths for row in result.candidates] == [(2, 2)]
+    assert result.recompute == "always"
 
 
 def test_rows_that_differ_only_in_the_recompute_are_one_kind_and_the_fastest_is_shown(profile_of):
@@ -113,8 +113,8 @@ def test_rows_that_differ_only_in_the_recompute_are_one_kind_and_the_fastest_is_
     proposals = [
         Proposal((2, 2), "1f1b", 8, recompute=recompute) for recompute in ("always", "never")
     ]
-    found = best_plan(request(profile_of), proposals)
-    assert [row.recompute for row in found.candidates] == ["never"]
+    result = best_plan(request(profile_of), proposals)
+    assert [row.recompute for row in result.candidates] == ["never"]
     selective = Proposal((2, 2), "gpipe", 8, recompute="selective")
     profile = profile_of([1.0, 1.1, 1.2, 1.3], parameters=0)
     tight = PlanRequest(profile, TWO, 8, memory_limit=1300)

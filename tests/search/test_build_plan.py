@@ -153,10 +153,10 @@ def test_ranks_compute_as_long_as_the_simulation_says(profile_of):
 def test_a_plan_tells_what_recompute_adds_and_saves(profile_of, recompute, more_work, less_kept):
     """As shares of the work and the activations without it."""
     request = PlanRequest(profile_of([1.0] * 4), FOUR, 16)
-    found = plan_proposal(request, Proposal((2, 2), "gpipe", 4, recompute=recompute)).predicted
-    assert found.more_work == pytest.approx(more_work)
-    assert found.less_kept == pytest.approx(less_kept)
-    assert bool(found.busy_s) == (recompute == "never")
+    result = plan_proposal(request, Proposal((2, 2), "gpipe", 4, recompute=recompute)).predicted
+    assert result.more_work == pytest.approx(more_work)
+    assert result.less_kept == pytest.approx(less_kept)
+    assert bool(result.busy_s) == (recompute == "never")
 
 
 def test_a_prediction_has_the_rate_and_a_bound_that_is_not_above_the_step(profile_of):
@@ -182,23 +182,23 @@ def test_a_plan_carries_what_its_request_and_its_devices_are(profile_of):
     request = PlanRequest(
         {"a": profile, "b": profile}, hosts, 16, optimizer="AdamW", optimizer_fused=True
     )
-    made = plan_proposal(request, Proposal((2, 2), "1f1b", 4, devices=(1, 2)))
-    assert made.cluster_devices == (("one", "a"), ("one", "b"), ("two", "a"))
-    assert made.memory_limits == (2 * 10**9, 3 * 10**9)
-    assert (made.cluster, made.cluster_ranks) == ("h", 3)
-    assert (made.optimizer, made.optimizer_fused) == ("AdamW", True)
-    assert made.optimizer_states == request.profile.optimizer_states
-    assert made.layer_names == tuple(layer.name for layer in profile)
-    assert (made.recomputed, made.segment_starts) == ((), ())
+    result = plan_proposal(request, Proposal((2, 2), "1f1b", 4, devices=(1, 2)))
+    assert result.cluster_devices == (("one", "a"), ("one", "b"), ("two", "a"))
+    assert result.memory_limits == (2 * 10**9, 3 * 10**9)
+    assert (result.cluster, result.cluster_ranks) == ("h", 3)
+    assert (result.optimizer, result.optimizer_fused) == ("AdamW", True)
+    assert result.optimizer_states == request.profile.optimizer_states
+    assert result.layer_names == tuple(layer.name for layer in profile)
+    assert (result.recomputed, result.segment_starts) == ((), ())
     plain = plan_proposal(PlanRequest(profile, FOUR, 16), Proposal((2, 2), "1f1b", 4))
     assert (plain.cluster_devices, plain.optimizer, plain.optimizer_fused) == ((), "", False)
     limited = replace(request, memory_limit=2 * 10**9 + 5)
-    made = plan_proposal(limited, Proposal((2, 2), "1f1b", 4, devices=(1, 2)))
-    assert made.memory_limits == (2 * 10**9, 2 * 10**9 + 5)
+    result = plan_proposal(limited, Proposal((2, 2), "1f1b", 4, devices=(1, 2)))
+    assert result.memory_limits == (2 * 10**9, 2 * 10**9 + 5)
     shared = replace(request, sharding=Sharding(2, sequence_parallel=True, zero=1))
-    made = plan_proposal(shared, Proposal((2, 2), "1f1b", 4))
-    assert (made.tensor_parallel, made.sequence_parallel, made.zero) == (2, True, 1)
-    assert made.cluster_ranks == 6
+    result = plan_proposal(shared, Proposal((2, 2), "1f1b", 4))
+    assert (result.tensor_parallel, result.sequence_parallel, result.zero) == (2, True, 1)
+    assert result.cluster_ranks == 6
 
 
 def test_a_selective_plan_lists_its_recomputed_layers(profile_of):
@@ -209,9 +209,13 @@ def test_a_selective_plan_lists_its_recomputed_layers(profile_of):
     chosen = Evaluated(
         placed.with_selective_recompute(selection), Recompute.SELECTIVE, (1,), 0.5, ""
     ).simulated()
-    made = build_plan(request, chosen)
-    assert (made.recompute, made.recomputed, made.segment_starts) == ("selective", (0, 1, 3), (1,))
-    assert made.predicted.more_work == pytest.approx(3 / 12)
+    result = build_plan(request, chosen)
+    assert (result.recompute, result.recomputed, result.segment_starts) == (
+        "selective",
+        (0, 1, 3),
+        (1,),
+    )
+    assert result.predicted.more_work == pytest.approx(3 / 12)
 
 
 def test_the_chosen_candidate_is_the_first_row_and_no_other_one(profile_of):
@@ -221,8 +225,8 @@ def test_the_chosen_candidate_is_the_first_row_and_no_other_one(profile_of):
         evaluate(instantiate(request, Proposal((2, 2), name, 4)))[-1]
         for name in ("gpipe", "1f1b", "zb-h1")
     ]
-    made = build_plan(request, rows[1], rows)
-    assert [row.schedule for row in made.candidates] == ["1f1b", "gpipe", "zb-h1"]
+    result = build_plan(request, rows[1], rows)
+    assert [row.schedule for row in result.candidates] == ["1f1b", "gpipe", "zb-h1"]
     assert [row.schedule for row in build_plan(request, rows[1]).candidates] == ["1f1b"]
 
 

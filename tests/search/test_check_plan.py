@@ -159,9 +159,9 @@ def findings(plan, request):
 )
 def test_a_plan_for_another_model_batch_or_cluster_is_refused(request_of, change, finding):
     """Each would train to other numbers, or not at all."""
-    made = a_plan(request_of())
-    assert findings(made, request_of()) == []
-    assert findings(replace(made, **change), request_of()) == [finding]
+    result = a_plan(request_of())
+    assert findings(result, request_of()) == []
+    assert findings(replace(result, **change), request_of()) == [finding]
 
 
 def test_a_plan_of_more_ranks_than_devices_is_refused(profile_of):
@@ -188,8 +188,8 @@ def test_sharding_is_what_was_requested_or_left_open(request_of, asked, finding)
     """None leaves it to the planner."""
     request = request_of()
     options = replace(request.sharding_options, **asked)
-    made = a_plan(request)
-    assert findings(made, replace(request, sharding_options=options)) == (
+    result = a_plan(request)
+    assert findings(result, replace(request, sharding_options=options)) == (
         [finding] if finding else []
     )
 
@@ -201,19 +201,19 @@ def test_memory_is_that_of_the_device_on_which_a_rank_is(profile_of):
     cluster = Cluster("c", devices, 2, LINK, LINK)
     roomy = PlanRequest(profile, cluster_of(2), 16)
     request = PlanRequest({"small": profile, "large": profile}, cluster, 16)
-    made = a_plan(roomy, devices=(1, 0), recompute="never")
-    first, second = made.predicted.peak_memory
+    result = a_plan(roomy, devices=(1, 0), recompute="never")
+    first, second = result.predicted.peak_memory
     assert second > 5000
-    (finding,) = findings(made, request)
+    (finding,) = findings(result, request)
     assert finding.startswith("memory: rank 1 needs ")
     assert finding.endswith(" on device 0")
-    in_order = replace(made, devices=())
+    in_order = replace(result, devices=())
     (finding,) = findings(in_order, request)
     assert finding.startswith("memory: rank 0 needs ")
     exact = replace(cluster, devices=(Device("small", second), Device("large", first)))
-    assert findings(made, replace(request, cluster=exact)) == []
+    assert findings(result, replace(request, cluster=exact)) == []
     tight = replace(cluster, devices=(Device("small", second - 1), Device("large", first - 1)))
-    assert len(findings(made, replace(request, cluster=tight))) == 2
+    assert len(findings(result, replace(request, cluster=tight))) == 2
 
 
 def test_an_asynchronous_or_sliced_schedule_must_be_requested(request_of):
@@ -244,12 +244,12 @@ def test_plans_of_very_many_ops_are_not_verified(request_of, monkeypatch):
     """Verification would take as long as planning; one op less is verified."""
     verified = []
     monkeypatch.setattr(check_plan, "verify", lambda *_, **options: verified.append(options))
-    made = a_plan(request_of())
-    ops = sum(map(len, made.programs))
+    result = a_plan(request_of())
+    ops = sum(map(len, result.programs))
     for most, count in ((ops, 1), (ops - 1, 0)):
         verified.clear()
         monkeypatch.setattr(check_plan, "MOST_OPS", most)
-        checked_plan(made, request_of(), "mine")
+        checked_plan(result, request_of(), "mine")
         assert len(verified) == count
     monkeypatch.setattr(check_plan, "MOST_OPS", 10**6)
     stream = a_plan(request_of(asynchronous=True), schedule="pipedream", micro_batches=1)
@@ -264,9 +264,9 @@ def test_options_of_the_weight_rule_are_those_requested_in_any_order(request_of)
     request = request_of(
         asynchronous=True, weights="pipemare", weights_options=options, schedules=("pipedream",)
     )
-    made = a_plan(request, schedule="pipedream", micro_batches=1)
-    assert findings(made, request) == []
-    assert findings(replace(made, weights_options=options[::-1]), request) == []
-    assert findings(replace(made, weights_options=(("decay", 0.5),)), request) == [
+    result = a_plan(request, schedule="pipedream", micro_batches=1)
+    assert findings(result, request) == []
+    assert findings(replace(result, weights_options=options[::-1]), request) == []
+    assert findings(replace(result, weights_options=(("decay", 0.5),)), request) == [
         "weights_options: {'decay': 0.5} in the plan, {'decay': 0.25, 'warm_up': 3.0} requested"
     ]

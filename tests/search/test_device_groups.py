@@ -266,22 +266,22 @@ def test_numbers_of_pipelines_and_micro_batches_divide_the_batch(profile, ranks,
             for size in SIZES:
                 if batch // pipelines % size == 0:
                     expected.add((pipelines, count, count, batch // size, "1f1b"))
-    found = configurations_of(profile, ranks, batch, schedules=("1f1b",))
-    assert set(found) == expected
-    assert len(found) == len(expected)
+    result = configurations_of(profile, ranks, batch, schedules=("1f1b",))
+    assert set(result) == expected
+    assert len(result) == len(expected)
 
 
 def test_without_names_the_schedules_are_those_that_other_frameworks_run(profile):
     """In one stage a rank, or in several where the schedule takes them; given numbers are kept."""
-    found = configurations_of(profile, 4, 8)
-    assert {schedule for *_, schedule in found} == {"1f1b", "interleaved", "zb-h1", "zb-v"}
+    result = configurations_of(profile, 4, 8)
+    assert {schedule for *_, schedule in result} == {"1f1b", "interleaved", "zb-h1", "zb-v"}
     chunks = {
         stages // ranks
-        for _, ranks, stages, _, name in found
+        for _, ranks, stages, _, name in result
         if name == "interleaved" and ranks > 1
     }
     assert chunks == {2, 3, 4}
-    assert all(stages <= len(profile) for _, _, stages, _, _ in found)
+    assert all(stages <= len(profile) for _, _, stages, _, _ in result)
     fixed = configurations_of(profile, 4, 8, stages=2, micro_batches=4, max_replicas=2)
     assert {(pipelines, stages, count) for pipelines, _, stages, count, _ in fixed} <= {
         (1, 2, 4),

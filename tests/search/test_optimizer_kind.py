@@ -141,7 +141,7 @@ def test_the_numbers_of_a_name_are_those_that_torchs_class_keeps(name, states):
 
 def groups(*options):
     """Groups of one parameter each."""
-    return [{"params": weights(), **each} for each in options]
+    return [{"params": weights(), **expected} for expected in options]
 
 
 def test_one_group_with_an_option_is_enough():

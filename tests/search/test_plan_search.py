@@ -334,10 +334,10 @@ def test_proposals_name_devices_only_where_they_are_not_the_first(profile_of):
     request = PlanRequest(profile_of([1.0] * 4), on(3), 8, ("1f1b",))
     search = PlanSearch(request)
     configuration = way_of(request, stages=2, micro_batches=4)
-    made = search.schedule_of(configuration)
+    result = search.schedule_of(configuration)
     for devices, named in (((0, 1), ()), ((1, 0), (1, 0)), ((1, 2), (1, 2)), ((2,), ())):
         shape = replace(configuration.shape, devices=devices)
-        proposal = search.proposal_of(replace(configuration, shape=shape), made, (1, 3))
+        proposal = search.proposal_of(replace(configuration, shape=shape), result, (1, 3))
         assert proposal == Proposal((1, 3), "1f1b", 4, devices=named)
 
 
@@ -360,12 +360,12 @@ def test_cuts_are_computed_once_for_equal_devices_and_numbers(profile_of, monkey
         for way in SearchSpace(request, shapes(request)).configurations
         if (way.stages, way.micro_batches, way.shape.devices) == (2, 4, (0, 1))
     )
-    made = search.schedule_of(configuration)
+    result = search.schedule_of(configuration)
 
     def lengths(devices, micro_batches=4, balance="time"):
         shape = replace(configuration.shape, devices=devices)
         other = replace(configuration, shape=shape, micro_batches=micro_batches)
-        return search.lengths_of(other, made, balance)
+        return search.lengths_of(other, result, balance)
 
     for arguments in (
         ((0, 1),),

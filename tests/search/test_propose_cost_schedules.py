@@ -92,8 +92,8 @@ def test_a_search_over_orders_is_proposed_only_where_it_can_explore_them(profile
     """For the fastest candidate, with time enough, not too many ops, and memory on all ranks."""
 
     def searched(way=PLAIN, **options):
-        found, _ = proposals(profile_of, way, **{"budget_s": SEARCHED_FROM_S, **options})
-        return [each for each in found if each.schedule == "synthesised"]
+        result, _ = proposals(profile_of, way, **{"budget_s": SEARCHED_FROM_S, **options})
+        return [expected for expected in result if expected.schedule == "synthesised"]
 
     (proposal,) = searched()
     assert proposal.recompute == "never"
@@ -112,9 +112,11 @@ def test_a_search_over_orders_is_proposed_only_where_it_can_explore_them(profile
     uneven = evaluate(instantiate(request, Proposal((1, 3), "1f1b", 4)))[-1]
     for limit, room in ((9001, (6001, 1)), (9000, None)):
         tight = replace(uneven.placed, request=replace(uneven.placed.request, memory_limit=limit))
-        found = list(cost_schedules(request, [replace(uneven, placed=tight)]))
+        result = list(cost_schedules(request, [replace(uneven, placed=tight)]))
         searched_rooms = [
-            dict(each.options)["memory_limit"] for each in found if each.schedule == "synthesised"
+            dict(expected.options)["memory_limit"]
+            for expected in result
+            if expected.schedule == "synthesised"
         ]
         assert searched_rooms == ([room] if room else [])
 

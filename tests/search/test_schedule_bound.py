@@ -23,12 +23,12 @@ def test_no_step_is_shorter_than_its_lower_bound(data, name, stages, micro_batch
     state.
     """
     try:
-        made = schedule(name, stages, micro_batches)
+        result = schedule(name, stages, micro_batches)
     except ScheduleError:
         return
     row = st.lists(st.floats(0, 10), min_size=stages, max_size=stages)
     costs = Costs(*(data.draw(row) for _ in range(4)))
-    assert schedule_bound_s(made, costs) <= steady(made, costs).seconds_per_batch * (1 + 1e-9)
+    assert schedule_bound_s(result, costs) <= steady(result, costs).seconds_per_batch * (1 + 1e-9)
 
 
 def test_the_bound_of_a_stream_is_the_work_of_its_busiest_rank():
@@ -52,9 +52,9 @@ def test_the_bound_is_sharp_for_equal_stages():
 
 def test_the_bound_of_split_backwards_lets_the_weights_part_run_beside_the_drain():
     """W after the last I delays nobody: adding the drain to it would be too much."""
-    made = Schedule.parse("rank 0 | 0F0 0B0 0U1\nrank 1 | 1F0 1I0 1W0 1U1")
+    result = Schedule.parse("rank 0 | 0F0 0B0 0U1\nrank 1 | 1F0 1I0 1W0 1U1")
     costs = Costs([1, 1], [2, 2], [1, 1], [5, 5])
-    assert schedule_bound_s(made, costs) == 8 == simulate_schedule(made, costs).makespan
+    assert schedule_bound_s(result, costs) == 8 == simulate_schedule(result, costs).makespan
 
 
 def simulated_s(made: Schedule, costs: Costs) -> float:
@@ -78,13 +78,13 @@ def test_with_equal_stages_the_bound_is_the_step_itself(name, stages, micro_batc
     """Filling, work and draining, in micro-batches or slices; of several pipelines each has its
     part.
     """
-    made = schedule(name, stages, micro_batches, **options)
-    halves = (1.0, 1.0) if made.splits_backward else (2.0, 0.0)
+    result = schedule(name, stages, micro_batches, **options)
+    halves = (1.0, 1.0) if result.splits_backward else (2.0, 0.0)
     costs = Costs(*([value] * stages for value in (1.0, 2.0, *halves)))
-    assert schedule_bound_s(made, costs) == pytest.approx(simulated_s(made, costs))
+    assert schedule_bound_s(result, costs) == pytest.approx(simulated_s(result, costs))
     # Transfers and updates count as free.
     slower = Costs(*(getattr(costs, phase) for phase in PHASES), update=3.0, transfer=2.0)
-    assert schedule_bound_s(made, slower) == schedule_bound_s(made, costs)
+    assert schedule_bound_s(result, slower) == schedule_bound_s(result, costs)
 
 
 def test_each_rank_waits_for_the_stages_before_it_at_both_ends():
@@ -110,13 +110,13 @@ def test_a_rank_without_backwards_bounds_nothing():
 
 def test_seconds_that_differ_by_micro_batch_count_for_their_micro_batch():
     """Uneven micro-batches, and replicas on unlike devices. Slices count the fastest."""
-    made = schedule("gpipe", 2, 2)
+    result = schedule("gpipe", 2, 2)
     costs = Costs([[1, 4], [2, 8]], [[2, 8], [4, 16]], [[1, 4], [2, 8]], [[1, 4], [2, 8]])
     # Rank 0: all its ops. Rank 1: it waits for F of micro-batch 0, and the I of the last backward,
     # of micro-batch 1 or 0, returns through stage 0.
-    last = made.programs[1][-2]
+    last = result.programs[1][-2]
     drain = {0: 1, 1: 4}[last.micro_batch]
-    assert schedule_bound_s(made, costs) == max(1 + 4 + 2 + 8, 1 + 2 + 8 + 4 + 16 + drain)
+    assert schedule_bound_s(result, costs) == max(1 + 4 + 2 + 8, 1 + 2 + 8 + 4 + 16 + drain)
     sliced = schedule("seq1f1b", 2, 2, slices=2)
     rows = [[1, 4, 1, 4], [2, 8, 2, 8]]
     fast = Costs([1, 2], [1, 2], [1, 2], [1, 2])
@@ -125,6 +125,6 @@ def test_seconds_that_differ_by_micro_batch_count_for_their_micro_batch():
 
 def test_one_number_of_seconds_stands_for_all_stages():
     """(m + p - 1) f and m b of stage 2, and twice the I after it."""
-    made = schedule("1f1b", 3, 4)
+    result = schedule("1f1b", 3, 4)
     costs = Costs(forward=2.0, backward=4.0, input_grad=3.0, weight_grad=1.0)
-    assert schedule_bound_s(made, costs) == 6 * 2 + 4 * 4 + 2 * 3
+    assert schedule_bound_s(result, costs) == 6 * 2 + 4 * 4 + 2 * 3

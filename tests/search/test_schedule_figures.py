@@ -97,9 +97,9 @@ def test_the_facts_are_all_fields_without_the_timeline(figures):
 )
 def test_a_schedule_has_as_few_stages_per_rank_as_it_takes(name, ranks, micro_batches, stages):
     """Or fewer stages than ranks, with replicas of each."""
-    made = schedule_for_ranks(name, ranks, micro_batches)
-    assert (made.ranks, made.stages, made.micro_batches) == (ranks, stages, micro_batches)
-    assert made == schedule(name, stages, micro_batches)
+    result = schedule_for_ranks(name, ranks, micro_batches)
+    assert (result.ranks, result.stages, result.micro_batches) == (ranks, stages, micro_batches)
+    assert result == schedule(name, stages, micro_batches)
 
 
 def test_an_unknown_name_is_refused():

@@ -143,10 +143,10 @@ def test_costs_that_do_not_fit_the_stages_are_refused(costs, stages, error, mess
 def test_results_come_after_the_requested_options_and_lists_are_tuples():
     """A plan file has both; options must be hashable."""
     costs = Costs(forward=[1.0, 2.0], input_grad=[1.0, 2.0], weight_grad=[1.0, 2.0])
-    made = schedule(
+    result = schedule(
         "synthesised", 2, 3, costs=costs, placement="linear", memory_limit=[2, 1], max_rounds=0
     )
-    names = [name for name, _ in made.options]
+    names = [name for name, _ in result.options]
     assert names == [
         "placement",
         "memory_limit",
@@ -158,8 +158,8 @@ def test_results_come_after_the_requested_options_and_lists_are_tuples():
         "zoo",
         "zoo_makespan",
     ]
-    assert dict(made.options)["memory_limit"] == (2, 1)
-    assert made.splits_backward
+    assert dict(result.options)["memory_limit"] == (2, 1)
+    assert result.splits_backward
     assert schedules()["synthesised"].splits_backward
     assert schedules()["synthesised"].synchronous
     assert schedule("zb-1p", 2, 3, costs=costs).options == ()
@@ -169,6 +169,6 @@ def test_seconds_may_be_given_by_a_function_of_stage_and_micro_batch():
     """A row for each stage then; the others are spread by name."""
     spread = spread_forward(Costs(forward=lambda stage, number: 10 * stage + number), 2, 3)
     assert spread.forward == ((0, 1, 2), (10, 11, 12))
-    kept = Costs(forward=(1.0, 2.0))
-    assert spread_forward(kept, 2, 3) is kept
+    remaining = Costs(forward=(1.0, 2.0))
+    assert spread_forward(remaining, 2, 3) is remaining
     assert spread_forward(Costs(forward=3.0, input_grad=(1.0,) * 4), None, 1).forward == (3.0,) * 4

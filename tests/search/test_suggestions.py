@@ -215,11 +215,11 @@ def test_twice_the_batch_has_micro_batches_of_the_same_size(profile_of):
     """Also where their number is given; the recompute stays."""
     request = PlanRequest(profile_of([1.0] * 4), TWO_NODES, 8, micro_batches=4)
     proposal = Proposal((2, 2), "1f1b", 4, recompute="always")
-    found, _ = told(request, proposal)
+    result, _ = told(request, proposal)
     doubled = replace(request, batch=16, micro_batches=8)
     expected = evaluate(instantiate(doubled, replace(proposal, micro_batches=8)))[-1].step_s / 2
     change = "twice the batch (time for as many samples)"
-    assert found[change] == pytest.approx(expected)
+    assert result[change] == pytest.approx(expected)
 
 
 def test_links_inside_single_nodes_are_made_faster_too(profile_of):
@@ -235,12 +235,12 @@ def test_links_inside_single_nodes_are_made_faster_too(profile_of):
     )
     request = PlanRequest(profile_of([1e-3] * 4, output=300.0), on, 8, recompute="never")
     proposal = Proposal((1, 1, 2), "1f1b", 4, devices=(1, 2, 3))
-    found, _ = told(request, proposal)
+    result, _ = told(request, proposal)
     quick = replace(
         on,
         inside=replace(inside, latency_s=0.0),
         insides=((1, replace(special, latency_s=0.0)),),
     )
-    assert found["no latency inside a node"] == pytest.approx(
+    assert result["no latency inside a node"] == pytest.approx(
         by_hand(request, proposal, cluster=quick)
     )

@@ -34,19 +34,21 @@ def test_every_style_makes_sound_programs_and_knows_how_long_they_take(style, p,
     )
     limits = row(p, 1, 2 * p)
     fractions = data.draw(st.lists(st.sampled_from([0.25, 0.5, 1.0]), min_size=p, max_size=p))
-    made = draft(StageSeconds.of(costs, m), m, Memory(limits, fractions), style)
-    schedule = Schedule(made.programs())
+    result = draft(StageSeconds.of(costs, m), m, Memory(limits, fractions), style)
+    schedule = Schedule(result.programs())
     line = simulate_schedule(schedule, costs)
-    assert line.makespan == made.makespan_s
+    assert line.makespan == result.makespan_s
     ranks = [[event for event in line.compute if event.rank == rank] for rank in range(p)]
-    assert made.spans_s == tuple(
+    assert result.spans_s == tuple(
         max(e.end for e in events) - min(e.start for e in events) for events in ranks
     )
     updated = Schedule.parse(
-        "\n".join(f"{' '.join(map(str, ops))} {rank}U1" for rank, ops in enumerate(made.programs()))
+        "\n".join(
+            f"{' '.join(map(str, ops))} {rank}U1" for rank, ops in enumerate(result.programs())
+        )
     )
     verify(updated)
-    for order, limit, fraction in zip(made.orders, limits, fractions, strict=True):
+    for order, limit, fraction in zip(result.orders, limits, fractions, strict=True):
         change = {Kind.F: 1.0, Kind.I: fraction - 1.0, Kind.W: -fraction}
         assert max(accumulate(change[kind] for kind in order)) <= limit
         assert order.count(Kind.F) == order.count(Kind.I) == order.count(Kind.W) == m
@@ -99,8 +101,8 @@ def test_each_style_answers_the_choices_in_its_own_way(costs, memory, orders):
     """
     seconds = StageSeconds.of(costs, 5)
     for style in STYLES:
-        made = draft(seconds, 5, memory, style)
-        kinds = " ".join("".join(kind.value for kind in order) for order in made.orders)
+        result = draft(seconds, 5, memory, style)
+        kinds = " ".join("".join(kind.value for kind in order) for order in result.orders)
         assert kinds == orders[style.punctual, style.gradient_first, style.eager], style
 
 
@@ -112,5 +114,5 @@ def test_equal_stages_in_the_memory_of_1f1b_and_in_twice_as_much():
     seconds = StageSeconds.of(costs, 12)
     for limit, makespan_s, span_s in ((4, 3 * 12 + 3, 39), (7, 39, 36)):
         drafts = [draft(seconds, 12, Memory([limit] * 4, [1.0] * 4), style) for style in STYLES]
-        assert min(made.makespan_s for made in drafts) == makespan_s
-        assert min(max(made.spans_s) for made in drafts) == span_s
+        assert min(result.makespan_s for result in drafts) == makespan_s
+        assert min(max(result.spans_s) for result in drafts) == span_s

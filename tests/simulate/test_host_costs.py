@@ -381,13 +381,13 @@ def test_the_slices_of_a_micro_batch_wait_for_the_longest_of_their_ways():
     sliced = replace(Schedule.parse(programs), slicing=Slicing("samples", ((0.5, 0.5), (1.0,))))
     between = Link(0.25, 400.0)
     on = Cluster("c", (Device("d", 10**9, "cpu"),) * 3, 3, LINK, between, node_of=(0, 0, 1))
-    found = schedule_costs(sliced, [a_profile()] * 3, [2, 2], on, 4, weight_rule("flush"))
+    result = schedule_costs(sliced, [a_profile()] * 3, [2, 2], on, 4, weight_rule("flush"))
     # Boundaries carry 200 bytes for 2 samples; of three slices in two micro-batches, 133 each.
     slices = sliced.slices_per_micro_batch
     away_s = slices * between.transfer_seconds(200 / slices)
     assert away_s > slices * LINK.latency_s
-    assert found.transfer == (pytest.approx((away_s, slices * LINK.latency_s)),)
-    assert found.network == Network((0, 0, 1), 0.25)
+    assert result.transfer == (pytest.approx((away_s, slices * LINK.latency_s)),)
+    assert result.network == Network((0, 0, 1), 0.25)
 
 
 @pytest.mark.parametrize(("micro_batches", "share"), [(1, 0.0), (2, 0.5), (4, 0.75)])
@@ -404,5 +404,5 @@ def test_a_rank_that_only_updates_a_stage_adds_up_nothing():
     case_schedule = Schedule.parse("0F0 0B0 0U1\n0U1")
     on = Cluster("c", (Device("g", 10**9, "gpu"),) * 2, 2, LINK, LINK)
     profiles = [a_profile(accumulate_s_per_byte=0.1)] * 2
-    found = schedule_costs(case_schedule, profiles, [4], on, 2, weight_rule("flush"))
-    assert found.backward == (24,)
+    result = schedule_costs(case_schedule, profiles, [4], on, 2, weight_rule("flush"))
+    assert result.backward == (24,)

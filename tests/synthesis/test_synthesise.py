@@ -361,20 +361,20 @@ def test_proofs_share_the_time_that_is_left():
 
 def test_a_schedule_carries_the_facts_of_its_search():
     """A reader of a plan sees how good it is; that the clock ended the search only if it did."""
-    found = synthesise(UNEVEN, 6, Settings(memory_limit=3, budget_s=1000, max_rounds=1))
-    assert (found.rounds, found.cut_short) == (1, False)
-    assert found.schedule.name == "synthesised"
-    assert dict(found.schedule.options) == {
+    result = synthesise(UNEVEN, 6, Settings(memory_limit=3, budget_s=1000, max_rounds=1))
+    assert (result.rounds, result.cut_short) == (1, False)
+    assert result.schedule.name == "synthesised"
+    assert dict(result.schedule.options) == {
         "placement": "linear",
-        "makespan": found.makespan,
-        "lower_bound": found.lower_bound,
-        "gap": found.gap,
-        "proved": found.proved,
-        "zoo": found.zoo,
-        "zoo_makespan": found.zoo_makespan,
+        "makespan": result.makespan,
+        "lower_bound": result.lower_bound,
+        "gap": result.gap,
+        "proved": result.proved,
+        "zoo": result.zoo,
+        "zoo_makespan": result.zoo_makespan,
     }
-    made = schedule(found.zoo, 4, 6)
-    assert found.zoo_makespan == simulate_schedule(made, UNEVEN).makespan
+    actual = schedule(result.zoo, 4, 6)
+    assert result.zoo_makespan == simulate_schedule(actual, UNEVEN).makespan
     late = synthesise(UNEVEN, 6, Settings(budget_s=0, memory_limit=4))
     assert late.rounds == 0
     short = Synthesis(late.schedule, 3.0, 2.0, 0.5, False, "v", None, None, 4, cut_short=True)
@@ -397,8 +397,8 @@ def test_updates_run_early_where_ranks_hold_several_stages():
     costs = Costs(
         forward=(1.0,) * 4, backward=(2.0,) * 4, update=(4.0, 0.0, 0.0, 4.0), transfer=2.0
     )
-    found = synthesise(costs, 2, Settings(placement="v", split=False, budget_s=1000, max_rounds=4))
-    late = found.schedule.programs
+    result = synthesise(costs, 2, Settings(placement="v", split=False, budget_s=1000, max_rounds=4))
+    late = result.schedule.programs
     moved = tuple(
         (
             *(op for op in program if op.kind is not Kind.U),
@@ -406,9 +406,9 @@ def test_updates_run_early_where_ranks_hold_several_stages():
         )
         for program in late
     )
-    at_end = simulate_schedule(replace(found.schedule, programs=moved), costs).makespan
-    assert found.makespan < at_end
-    verify(found.schedule)
+    at_end = simulate_schedule(replace(result.schedule, programs=moved), costs).makespan
+    assert result.makespan < at_end
+    verify(result.schedule)
 
 
 def test_the_bound_counts_the_limit_unless_the_best_schedule_moves_activations():
@@ -417,11 +417,11 @@ def test_the_bound_counts_the_limit_unless_the_best_schedule_moves_activations()
     """
     free = lower_bound(problem_of(UNEVEN, 6, Constraints("linear")))
     for limit, is_bpipe in ((2, False), (3, True)):
-        found = synthesise(UNEVEN, 6, Settings(memory_limit=limit, budget_s=0))
+        result = synthesise(UNEVEN, 6, Settings(memory_limit=limit, budget_s=0))
         bound = lower_bound(problem_of(UNEVEN, 6, Constraints("linear", limit)))
         assert bound > free
-        assert (found.zoo == "bpipe") == is_bpipe
-        assert found.lower_bound == (free if is_bpipe else bound)
+        assert (result.zoo == "bpipe") == is_bpipe
+        assert result.lower_bound == (free if is_bpipe else bound)
 
 
 def test_the_bound_of_cheaper_pairs_is_lower_only_if_the_best_schedule_has_them():

@@ -65,11 +65,11 @@ def test_candidates_stand_on_the_routes_of_the_problem_and_fit_and_are_unlike(pl
 def test_families_are_called_with_the_stages_of_a_rank():
     """Four stages on one rank are four chunks, or two waves; without halves, none that split."""
     ring = problem_of(Costs(forward=(1.0,) * 8), 8, Constraints("interleaved", ranks=2))
-    found = {case.name: dict(case.options) for case in candidates(ring)}
-    assert found["interleaved"]["chunks"] == 4
+    result = {case.name: dict(case.options) for case in candidates(ring)}
+    assert result["interleaved"]["chunks"] == 4
     single = problem_of(Costs(forward=(1.0,) * 8), 4, Constraints("interleaved", ranks=1))
-    found = {case.name: dict(case.options) for case in candidates(single)}
-    assert (found["interleaved"], found["hanayo"]) == ({"chunks": 8}, {"waves": 4})
+    result = {case.name: dict(case.options) for case in candidates(single)}
+    assert (result["interleaved"], result["hanayo"]) == ({"chunks": 8}, {"waves": 4})
     whole = problem_of(Costs(forward=(1.0,) * 4), 8, Constraints("linear", split=False))
     assert not any(case.splits_backward for case in candidates(whole))
     assert any(

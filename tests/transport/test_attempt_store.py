@@ -108,10 +108,10 @@ def test_rank_0_answers_every_new_greeting_once_until_the_number_is_confirmed(mo
             store.set("confirmed/1/2", "")
 
     monkeypatch.setattr(attempt_store, "_pause", pause)
-    own = separate_attempts(store, 0, 3)
+    options = separate_attempts(store, 0, 3)
     assert rounds == [True, False, False, False, False]
     assert looks == [[1, 2]] * 4 + [[2]]
-    own.set("key", "")
+    options.set("key", "")
     assert store.check(["attempt/1/key"])
 
 

@@ -8,7 +8,7 @@ micro-batches are known before their forwards.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,9 +16,10 @@ from torch import Tensor, fx, nn
 
 from penstock.batches.batch import Batch
 from penstock.batches.device_batch import micro_batch_inputs, whole_inputs
+from penstock.losses.sample_mixing import check_single_samples
 from penstock.losses.terms import MEAN, SUM, UnknownForm, class_count, same
 from penstock.tracing.capture import Form
-from penstock.tracing.ops import op_name
+from penstock.tracing.ops import SHAPE_ALONE, argument, op_name
 from penstock.tracing.traced_layer import StageInputs, TracedLayer
 from penstock.tracing.variants import Variant
 from penstock.values.structure import tensors_of
@@ -53,22 +54,6 @@ _ELEMENTWISE = frozenset(
         "soft_margin_loss",
     }
 )
-#: Ops whose result depends on the shape of what they take, and not on its contents.
-_SHAPE_ALONE = frozenset(
-    {
-        "sym_size",
-        "sym_numel",
-        "size",
-        "arange",
-        "zeros_like",
-        "ones_like",
-        "full_like",
-        "new_zeros",
-        "new_ones",
-        "new_full",
-        "empty_like",
-    }
-)
 
 
 @dataclass(frozen=True)
@@ -95,6 +80,8 @@ class ModelLoss:
 
     layer: TracedLayer
     device: torch.device
+    # Graphs, and places of the loss in their outputs, in which samples were not found to interact.
+    _checked: set[tuple[Variant, int]] = field(default_factory=set)
 
     @classmethod
     def of(cls, layers: Sequence[nn.Module], device: torch.device) -> ModelLoss | None:
@@ -112,13 +99,17 @@ class ModelLoss:
         Raises:
             UnknownForm: the loss is not a sum divided by a number, or samples interact in it.
         """
-        rows = [
-            self._terms(micro_batch_inputs(batch, number, self.device), share, place)
-            for number, share in zip(batch.numbers, batch.shares, strict=True)
-        ]
+        rows = []
+        for number, share in zip(batch.numbers, batch.shares, strict=True):
+            part = self._reading(micro_batch_inputs(batch, number, self.device), share)
+            rows.append(part.terms_of_output(place))
         # Not the sum of the counts of micro-batches: `count + 1` or `count.clamp(min=1)` of the
         # batch is less than that.
-        whole = self._terms(whole_inputs(batch, self.device), 1.0, place)
+        reading = self._reading(whole_inputs(batch, self.device), 1.0)
+        whole = reading.terms_of_output(place)
+        if (reading.variant, place) not in self._checked:
+            check_single_samples(reading.variant, reading.reductions)
+            self._checked.add((reading.variant, place))
         if any(len(row) != len(whole) for row in rows):
             raise UnknownForm("terms that come and go")
         columns = zip(*rows, strict=True)
@@ -127,18 +118,16 @@ class ModelLoss:
             for counts, total in zip(columns, whole, strict=True)
         ]
 
-    def _terms(self, value: Any, share: float, place: int) -> list[Count]:
-        """Return the count of a micro-batch, or of the batch, in each term.
+    def _reading(self, value: Any, share: float) -> _Reading:
+        """Return what reads the graph with the inputs of a micro-batch, or of the batch.
 
         Args:
-            value: its inputs.
-            share: its share of the samples.
-            place: see `weights`.
+            value: the inputs.
+            share: their share of the samples.
         """
         inputs = StageInputs(self.layer.variants, value, self.device)
         variant = inputs.variant(self.layer.training)
-        reading = _Reading(inputs, variant, self.layer, share, Form.of(value).tensors)
-        return reading.terms(_output(variant, place))
+        return _Reading(inputs, variant, self.layer, share, Form.of(value).tensors)
 
 
 def _column(counts: Sequence[Count], whole: Count, shares: list[float]) -> list[float]:
@@ -188,6 +177,7 @@ class _Reading:
         layer: the layer that it belongs to.
         share: the share of these inputs in the samples of the batch.
         tensors: the tensors among these inputs.
+        reductions: the ops that reduce to the terms which have been read.
     """
 
     inputs: StageInputs
@@ -195,6 +185,11 @@ class _Reading:
     layer: TracedLayer
     share: float
     tensors: Sequence[Tensor]
+    reductions: list[fx.Node] = field(default_factory=list)
+
+    def terms_of_output(self, place: int) -> list[Count]:
+        """Return the count of these inputs in each term of a leaf of the model's output."""
+        return self.terms(_output(self.variant, place))
 
     def terms(self, node: fx.Node) -> list[Count]:
         """Return the count of these inputs in each term of a node."""
@@ -234,12 +229,13 @@ class _Reading:
         Raises:
             UnknownForm: it is no reduction, or its count is not known before.
         """
+        self.reductions.append(node)
         if name in _NLL:
             return self._nll(node)
         if name == "ctc_loss":
             return self._ctc(node)
         if name in _ELEMENTWISE:
-            is_mean = _argument(node, "reduction", MEAN) == MEAN
+            is_mean = argument(node, "reduction", MEAN) == MEAN
         elif name in ("mean", "sum"):
             is_mean = name == "mean"
         else:
@@ -280,7 +276,7 @@ class _Reading:
 
     def _nll(self, node: fx.Node) -> Count:
         """Return the count in a negative log-likelihood or cross-entropy."""
-        reduction = _argument(node, "reduction", MEAN)
+        reduction = argument(node, "reduction", MEAN)
         elements = self._elements(_node(node.args[0]))
         if reduction == SUM:
             return Count(None, elements)
@@ -295,7 +291,7 @@ class _Reading:
         (value,) = self.inputs.recompute(self.layer.training, [target])
         if value.is_floating_point():
             return Count(self.share, elements)
-        ignored = int(_argument(node, "ignore_index", -100))
+        ignored = int(argument(node, "ignore_index", -100))
         return Count(class_count(value, self._weight(node), ignored), elements)
 
     def _ctc(self, node: fx.Node) -> Count:
@@ -309,7 +305,7 @@ class _Reading:
 
     def _weight(self, node: fx.Node) -> Tensor | None:
         """Return the class weights of a loss; None without any."""
-        weight = _argument(node, "weight", None)
+        weight = argument(node, "weight", None)
         if weight is None:
             return None
         if self._is_computable(weight):
@@ -339,15 +335,6 @@ def _node(value: Any) -> fx.Node:
     return value
 
 
-def _argument(node: fx.Node, name: str, otherwise: Any) -> Any:
-    """Return an argument of an op by its name in the schema."""
-    if name in node.kwargs:
-        return node.kwargs[name]
-    arguments = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
-    place = arguments.index(name) if name in arguments else len(node.args)
-    return node.args[place] if place < len(node.args) else otherwise
-
-
 def _depends_on_contents(node: fx.Node) -> bool:
     """Whether a value depends on the contents of the inputs, and not on shapes alone."""
     waiting, visited = [node], {node}
@@ -355,7 +342,7 @@ def _depends_on_contents(node: fx.Node) -> bool:
         current = waiting.pop()
         if current.op == "placeholder":
             return True
-        if op_name(current) in _SHAPE_ALONE or op_name(current).startswith("sym_"):
+        if op_name(current) in SHAPE_ALONE or op_name(current).startswith("sym_"):
             continue
         fresh = [used for used in current.all_input_nodes if used not in visited]
         visited.update(fresh)

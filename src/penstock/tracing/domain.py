@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch import SymInt, Tensor, fx
@@ -71,6 +72,23 @@ class Domain:
         if not isinstance(count, int):
             count = count.xreplace(self._values_of_symbols(tensors) or {})
         return int(count) if isinstance(count, int) or count.is_Integer else None
+
+    def counts_samples(self, size: Any) -> bool:
+        """Return whether a size in the graph follows the number of samples, the first size of the
+        inputs, or depends on their contents.
+        """
+        symbols: frozenset[Any] = getattr(_expression(size), "free_symbols", frozenset())
+        # torch names sizes that depend on contents u0, u1 and so on.
+        return any(symbol in self._sample_symbols or str(symbol)[0] == "u" for symbol in symbols)
+
+    @cached_property
+    def _sample_symbols(self) -> frozenset[Any]:
+        """The symbols in the first sizes of the inputs."""
+        symbols: set[Any] = set()
+        for sizes in self.sizes:
+            if sizes:
+                symbols |= getattr(sizes[0], "free_symbols", frozenset())
+        return frozenset(symbols)
 
     def _values_of_symbols(self, tensors: Sequence[Tensor]) -> dict[Any, int] | None:
         """Return the value of each symbol; None if the shapes contradict `sizes`."""

@@ -194,11 +194,25 @@ def _clean(graph: fx.Graph, holder: nn.Module, functions: Mapping[str, Any]) -> 
                 subgraph.recompile()
         elif node.op == "call_function" and op_name(node) == "_assert_tensor_metadata":
             graph.erase_node(node)
+        elif node.op == "call_function" and _is_detached_literal(node):
+            # It has no graph, and in-place ops keep a value from being recomputed.
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
         elif node.op == "call_function" and node.target is custom_function():
             function = functions[node.args[0]]
             node.target = apply_function(function) if isinstance(function, type) else function
             node.args = node.args[1:]
     graph.eliminate_dead_code(_has_effect)
+
+
+def _is_detached_literal(node: fx.Node) -> bool:
+    """Return whether an op detaches a fresh copy of a literal, as `torch.tensor` does."""
+    source = node.args[0] if node.args else None
+    return (
+        op_name(node) == "detach_"
+        and isinstance(source, fx.Node)
+        and op_name(source) == "lift_fresh_copy"
+    )
 
 
 def _has_effect(node: fx.Node) -> bool:

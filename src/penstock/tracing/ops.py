@@ -51,6 +51,22 @@ _HEAVY = (
         "batch_norm",
     }
 )
+#: Ops whose result depends on the shape of what they take, and not on its contents.
+SHAPE_ALONE = frozenset(
+    {
+        "sym_size",
+        "sym_numel",
+        "size",
+        "arange",
+        "zeros_like",
+        "ones_like",
+        "full_like",
+        "new_zeros",
+        "new_ones",
+        "new_full",
+        "empty_like",
+    }
+)
 #: Assumed for a size that is unknown even for the example, because it depends on values of tensors.
 _UNKNOWN_SIZE = 64
 
@@ -63,6 +79,15 @@ def op_name(node: fx.Node) -> str:
     return getattr(target, "__name__", str(target))
 
 
+def argument(node: fx.Node, name: str, otherwise: Any) -> Any:
+    """Return an argument of an op by its name in the schema."""
+    if name in node.kwargs:
+        return node.kwargs[name]
+    arguments = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    place = arguments.index(name) if name in arguments else len(node.args)
+    return node.args[place] if place < len(node.args) else otherwise
+
+
 def output_tensors(node: fx.Node) -> list[Tensor]:
     """Return the tensors that an op returned in the trace."""
     return [leaf for leaf in pytree.tree_leaves(node.meta.get("val")) if isinstance(leaf, Tensor)]
@@ -72,6 +97,8 @@ def memory_ids(nodes: Sequence[fx.Node]) -> dict[fx.Node, int]:
     """Return for each value a number that is equal for values that share memory.
 
     Values share memory if they have one storage in the trace, or if an op is a view by its schema.
+    A literal of the forward has memory of its own: the model works on copies of it, which have its
+    storage in the trace.
     """
     by_storage: dict[int, int] = {}
     number_of: dict[fx.Node, int] = {}
@@ -86,6 +113,8 @@ def memory_ids(nodes: Sequence[fx.Node]) -> dict[fx.Node, int]:
         number = len(parent)
         parent.append(number)
         number_of[node] = number
+        if is_literal(node):
+            continue
         shared = [
             # The address of the storage object: fake tensors have no address of data.
             by_storage.setdefault(tensor.untyped_storage()._cdata, number)
@@ -95,6 +124,12 @@ def memory_ids(nodes: Sequence[fx.Node]) -> dict[fx.Node, int]:
         for other in shared:
             parent[root(other)] = root(number)
     return {node: root(number) for node, number in number_of.items()}
+
+
+def is_literal(node: fx.Node) -> bool:
+    """Return whether a constant is copied at each use, as `torch.tensor([1.0])` in a forward is."""
+    copies = [op_name(user) == "lift_fresh_copy" for user in node.users]
+    return node.op == "get_attr" and bool(copies) and all(copies)
 
 
 def _arguments(node: fx.Node) -> Iterator[tuple[Any, Any]]:

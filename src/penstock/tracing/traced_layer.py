@@ -52,6 +52,9 @@ class StageInputs(Whole):
     def recompute(self, training: bool, nodes: Sequence[fx.Node]) -> list[Any]:
         """Return values that depend on the inputs alone; each is computed once."""
         variant, values = self._of(training)
+        for node in nodes:
+            if node in variant.flow.constants:
+                values[node] = variant.held(node, self.device)
         missing = tuple(node for node in nodes if node not in values)
         if missing:
             function, sources = variant.recomputation_function(missing)

@@ -214,20 +214,20 @@ def test_cores_are_divided_among_the_ranks_unless_the_caller_says_otherwise(
     monkeypatch, cores, ranks, threads, expected
 ):
     """Each rank has one thread at least."""
-    given, processes = [], []
+    options, processes = [], []
     monkeypatch.setattr(module.os, "sched_getaffinity", lambda _: set(range(cores)))
 
     def start(environment, job, result):
-        given.append(environment)
-        result.write_bytes(cloudpickle.dumps({"value": len(given)}))
+        options.append(environment)
+        result.write_bytes(cloudpickle.dumps({"value": len(options)}))
         return Process(0)
 
     monkeypatch.setattr(module, "start_rank", start)
     values = module.launch(print, ranks, threads=threads, on_start=processes.extend)
     assert values == list(range(1, ranks + 1))
     assert len(processes) == ranks
-    assert {environment["OMP_NUM_THREADS"] for environment in given} == {str(expected)}
-    assert [environment["RANK"] for environment in given] == [str(rank) for rank in range(ranks)]
-    stores = {environment[module.VARIABLE] for environment in given}
+    assert {environment["OMP_NUM_THREADS"] for environment in options} == {str(expected)}
+    assert [environment["RANK"] for environment in options] == [str(rank) for rank in range(ranks)]
+    stores = {environment[module.VARIABLE] for environment in options}
     assert len(stores) == 1
-    assert stores.pop().partition(":")[0] == given[0]["MASTER_PORT"]
+    assert stores.pop().partition(":")[0] == options[0]["MASTER_PORT"]

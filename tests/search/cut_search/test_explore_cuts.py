@@ -119,9 +119,9 @@ def test_of_many_cuts_the_one_that_is_simulated_has_no_better_bound_beside_it(
         explore_cuts(search, [configuration])
         (candidate,) = search.feasible
         lengths = candidate.placed.proposal.lengths
-        made = search.schedule_of(configuration)
-        bounds = CutBounds(request, configuration.shape, made, configuration.micro_batches)
-        start = search.lengths_of(configuration, made, "time")
+        result = search.schedule_of(configuration)
+        bounds = CutBounds(request, configuration.shape, result, configuration.micro_batches)
+        start = search.lengths_of(configuration, result, "time")
         moved += lengths != start
         cuts = all_cuts(len(seconds), 3)
         seconds_of = {

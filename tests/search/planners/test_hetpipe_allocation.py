@@ -101,9 +101,9 @@ def test_workers_of_equal_devices_have_the_same_order_and_others_their_own():
     """They share one cut. Devices of one kind stay in their order."""
     assert orders_of("abab", ((0, 1), (2, 3))) == [((0, 1), (2, 3)), ((1, 0), (3, 2))]
     assert orders_of("aaaa", ((0, 1), (2, 3))) == [((0, 1), (2, 3))]
-    found = orders_of("aabb", ((0, 1, 2, 3),))
-    assert len(found) == len(set(permutations("aabb"))) == len(set(found))
-    for (worker,) in found:
+    result = orders_of("aabb", ((0, 1, 2, 3),))
+    assert len(result) == len(set(permutations("aabb"))) == len(set(result))
+    for (worker,) in result:
         assert worker.index(0) < worker.index(1)
         assert worker.index(2) < worker.index(3)
     unlike = orders_of("abcd", ((0, 1), (2, 3)))

@@ -114,11 +114,11 @@ def test_a_look_counts_the_least_bytes_of_the_fullest_stage(
     names = ("d",) * 3
     assert may_fit(request_of(profile, needed, names, **options), proposal)
     assert not may_fit(request_of(profile, needed - 1, names, **options), proposal)
-    own = Proposal(
+    local = Proposal(
         lengths, "1f1b", micro_batches, proposal_options, recompute=options.get("recompute", "auto")
     )
-    assert may_fit(request_of(profile, needed, names), own)
-    assert not may_fit(request_of(profile, needed - 1, names), own)
+    assert may_fit(request_of(profile, needed, names), local)
+    assert not may_fit(request_of(profile, needed - 1, names), local)
 
 
 def test_a_look_is_at_the_devices_that_a_proposal_names(profile_of):

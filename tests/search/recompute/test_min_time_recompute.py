@@ -150,6 +150,6 @@ def test_a_few_layers_have_the_resolution_of_all_ticks():
             frozenset(range(count)),
         )
         room = 10.0 * (count - 1)
-        found, fits = min_time_recompute(many, lambda bounds, room=room: room - bounds, COARSE)
+        result, fits = min_time_recompute(many, lambda bounds, room=room: room - bounds, COARSE)
         assert fits
-        assert found == [(count - 1, count)]
+        assert result == [(count - 1, count)]
