@@ -1,4 +1,4 @@
-"""What a checkpoint lacks for a pipeline: every mismatch is listed, and nothing that fits."""
+"""Whether a checkpoint fits a pipeline: every mismatch is listed, and nothing that fits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of a checkpoint that are on the disks of other hosts: each host gets those that it lacks."""
+"""Files of a checkpoint that are on the disks of other hosts: each host gets its missing ones."""
 
 from __future__ import annotations
 

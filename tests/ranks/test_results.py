@@ -239,7 +239,7 @@ def test_losses_of_this_process_are_summed_in_the_order_of_micro_batches():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-def test_a_mean_is_summed_in_the_dtype_of_the_losses_whoever_has_them(dtype):
+def test_a_mean_is_summed_in_the_dtype_of_the_losses_on_any_rank(dtype):
     """As one rank that has all of them sums; messages have doubles."""
     losses = losses_of(5, dtype)
     whole = torch.stack(losses).sum().float()

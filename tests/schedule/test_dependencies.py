@@ -233,6 +233,6 @@ def test_a_pair_is_of_two_ops_of_one_rank():
     ["0F0 0E0 0E0 0L0 0L0 0B0\n0E0 0E0 0L0 0L0", "0F0 0E0 0L0 0B0\n0L0", "0F0 0E0 0L0 0B0 0U1"],
 )
 def test_activations_move_once_between_two_ranks(text):
-    """A second eviction, or one half of it alone, would be a message to nobody."""
+    """A second eviction, or one half of it alone, would be a message without a receiver."""
     with pytest.raises(ScheduleError, match="custom is not valid"):
         dependencies_of(Schedule.parse(text))

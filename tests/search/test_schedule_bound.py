@@ -51,7 +51,7 @@ def test_the_bound_is_sharp_for_equal_stages():
 
 
 def test_the_bound_of_split_backwards_lets_the_weights_part_run_beside_the_drain():
-    """W after the last I delays nobody: adding the drain to it would be too much."""
+    """W after the last I delays no other op: adding the drain to it would be too much."""
     result = Schedule.parse("rank 0 | 0F0 0B0 0U1\nrank 1 | 1F0 1I0 1W0 1U1")
     costs = Costs([1, 1], [2, 2], [1, 1], [5, 5])
     assert schedule_bound_s(result, costs) == 8 == simulate_schedule(result, costs).makespan

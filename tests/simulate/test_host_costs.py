@@ -392,7 +392,7 @@ def test_the_slices_of_a_micro_batch_wait_for_the_longest_of_their_ways():
 
 @pytest.mark.parametrize(("micro_batches", "share"), [(1, 0.0), (2, 0.5), (4, 0.75)])
 def test_a_virtual_worker_adds_up_the_gradients_of_its_own_whole_batches(micro_batches, share):
-    """Two of them take turns: of each batch one micro-batch writes, whoever runs it."""
+    """Two of them take turns: of each batch one micro-batch writes, on either of them."""
     _, stage_costs = costs(
         a_profile(accumulate_s_per_byte=0.1), "gpu", "hetpipe", micro_batches=micro_batches
     )

@@ -286,7 +286,7 @@ def plain_adamw(parameters):
 
 @pytest.mark.parametrize("count", [2, 3])
 def test_updates_of_all_owners_arrive_as_they_were_sent(count):
-    """Also where a replica owns nothing, and where a parameter is frozen, which nobody sends until
+    """Also where a replica owns nothing, and where a parameter is frozen, which no replica sends until
     it is thawed.
     """
     replicas, exchange = shards_of([4, 2], count, sgd_of, frozen=[1])

@@ -81,7 +81,7 @@ def test_rank_0_hosts_the_store_unless_the_launcher_has_it(monkeypatch, rank, ag
     assert store.underlying_store.check(["penstock-attempts/key"])
 
 
-def test_without_a_launcher_nobody_else_has_the_store(monkeypatch):
+def test_without_a_launcher_no_other_process_has_the_store(monkeypatch):
     """torchrun sets the variable to True or False."""
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     assert not attempt_store.launcher_listens()

@@ -233,7 +233,7 @@ def test_a_forked_rank_runs_and_returns_its_status(starting):
     assert starting.log[-1] == ("run", starting.fork)
 
 
-def test_a_server_that_has_threads_or_whose_launcher_has_ended_serves_nobody(starting):
+def test_a_server_that_has_threads_or_whose_launcher_has_ended_serves_no_other(starting):
     """A fork copies one thread alone, and locks that others hold."""
     starting.threads = ["1", "2"]
     assert fork_server.main(starting.control, 50) == 0

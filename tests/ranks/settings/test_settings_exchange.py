@@ -229,7 +229,7 @@ def constructed(monkeypatch, *, ranks, exchange=None, error=None, world=None, **
 
 @pytest.mark.parametrize("error", [ValueError("no"), KeyboardInterrupt()])
 def test_a_constructor_that_fails_reports_it_once_to_the_ranks_that_wait(monkeypatch, error):
-    """Before it has a comparison, to the one that the others are in; alone, to nobody."""
+    """Before it has a comparison, to the one that the others are in; alone, to no other rank."""
     assert constructed(monkeypatch, ranks=True, error=error) == [error]
     assert constructed(monkeypatch, ranks=True) == []
     assert constructed(monkeypatch, ranks=False, error=error) == []
