@@ -163,3 +163,21 @@ def test_a_loss_is_one_number_of_any_shape():
     ):
         with pytest.raises(SettingError, match=f"this one is {words}$"):
             one_number(loss)
+
+
+def test_a_loss_of_torch_uses_parameters_only_if_a_tensor_of_its_own_is_trained():
+    """Of all others it is not known. Weights of classes may be thawed at any time."""
+    weight = torch.ones(3)
+    module = nn.BCEWithLogitsLoss(pos_weight=weight)
+    partial = functools.partial(functional.cross_entropy, weight=weight)
+    calls = [LossCall(loss, CPU) for loss in (nn.MSELoss(), functional.mse_loss, module, partial)]
+    assert [call.may_use_parameters for call in calls] == [False] * 4
+    weight.requires_grad_()
+    assert [call.may_use_parameters for call in calls] == [False, False, True, True]
+    module.pos_weight = nn.Parameter(torch.ones(3), requires_grad=False)
+    assert not calls[2].may_use_parameters
+    module.pos_weight.requires_grad_()
+    assert calls[2].may_use_parameters
+    nested = functools.partial(functools.partial(functional.cross_entropy, weight=weight))
+    assert LossCall(nested, CPU).may_use_parameters
+    assert LossCall(mse_loss, CPU).may_use_parameters

@@ -226,7 +226,9 @@ def test_only_outputs_with_a_graph_want_a_gradient(trained):
 @pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize("outside", [False, True])
 def test_the_fast_path_builds_a_graph_in_mixed_precision_if_requested(mixed, outside):
-    """Also where gradients are off around it, and without a check of a loss's reach twice."""
+    """Also where gradients are off around it. The reach of a loss is checked once per batch, and
+    not of a loss that cannot use parameters.
+    """
     dtypes, checked = [], []
     reach = SimpleNamespace(step=-1)
 
@@ -244,19 +246,31 @@ def test_the_fast_path_builds_a_graph_in_mixed_precision_if_requested(mixed, out
         layers=SimpleNamespace(device=CPU, run=run),
         mixed=mixed,
         autocast=lambda: torch.autocast("cpu", torch.bfloat16, enabled=mixed),
-        loss=SimpleNamespace(of=lambda batch, number, output, sides: output.sum()),
+        loss=SimpleNamespace(
+            of=lambda batch, number, output, sides: output.sum(), may_use_parameters=True
+        ),
         reach=reach,
     )
     path = FastPath(builder, None)
     arrived = Payload("", (torch.ones(2, requires_grad=True) * 1,), (True,))
-    for step in (0, 0, 1):
+    for step, training, may_use_parameters in [
+        (0, True, True),
+        (0, True, True),
+        (1, True, True),
+        (2, False, False),
+        (2, True, True),
+        (3, True, False),
+        (3, True, True),
+    ]:
+        builder.loss.may_use_parameters = may_use_parameters
+        batch = SimpleNamespace(step=step, training=training)
         with torch.set_grad_enabled(outside):
-            saved, output = path.forward(SimpleNamespace(step=step), 0, arrived, 8)
+            saved, output = path.forward(batch, 0, arrived, 8)
         assert output is None
         assert saved.size == 8
         assert saved.leaf.is_leaf
         assert saved.leaf.requires_grad
         saved.root.backward()
         assert saved.leaf.grad.tolist() == [2.0, 2.0]
-    assert checked == [(4.0, [2.0, 2.0])] * 2
-    assert dtypes == [torch.bfloat16 if mixed else torch.float32] * 3
+    assert checked == [(4.0, [2.0, 2.0])] * 3
+    assert dtypes == [torch.bfloat16 if mixed else torch.float32] * 7

@@ -134,4 +134,6 @@ def whole_value(value: Any) -> Any:
 
 def is_missing(value: Any) -> bool:
     """Return whether inputs or targets of a micro-batch have not been read by this process."""
+    if type(value) is Tensor:
+        return value.is_meta
     return any(leaf.is_meta for leaf in tensors_of(value))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -71,10 +71,27 @@ class LossCall:
         self.loss = on_device(self.loss, self.device)
         self.is_torchs = is_torchs_loss(self.loss)
         self.draws = not self.is_torchs
+        arguments = self.loss
+        # Those of a partial function, which may be nested.
+        self._arguments: list[Tensor] = []
+        while isinstance(arguments, functools.partial):
+            self._arguments += tensors_of((list(arguments.args), dict(arguments.keywords)))
+            arguments = arguments.func
         self._on_host = self.device.type == "cpu"
         # Off once a function of the caller has failed on targets in host memory, such as one with
         # a tensor of its own on the device.
         self.reads_host_targets = True
+
+    @property
+    def may_use_parameters(self) -> bool:
+        """Whether the graph of a loss may lead to weights other than through the model's output."""
+        if not self.is_torchs:
+            return True
+        tensors: Sequence[Tensor | None] = self._arguments
+        if isinstance(self.loss, nn.Module):
+            # Torch's losses have no submodules. Its iterators over tensors take ten times as long.
+            tensors = (*self.loss._parameters.values(), *self.loss._buffers.values())
+        return any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
     def __call__(self, batch: Batch, number: int, value: Any, target: Any) -> Any:
         """Return the loss of a micro-batch or slice; of the whole batch if `number` is -1."""

@@ -106,6 +106,11 @@ class StageLoss:
             batch.losses[micro_batch] = reported_loss(batch, micro_batch, loss, sides)
         return loss
 
+    @property
+    def may_use_parameters(self) -> bool:
+        """See `LossCall.may_use_parameters`."""
+        return self._call.may_use_parameters
+
     def targets(self, batch: Batch, number: int) -> list[Tensor]:
         """Return the tensors among the targets of a micro-batch or slice, on the device."""
         if batch.targets is None:

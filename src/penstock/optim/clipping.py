@@ -34,8 +34,9 @@ def gradient_norms(parameters: Iterable[nn.Parameter], norm_type: float = 2.0) -
         return []
     # One call for all gradients, as torch's own function makes it, with bitwise the same result.
     # Sparse gradients and subclasses do not support it.
-    is_dense = all(type(grad) is Tensor and grad.layout is torch.strided for grad in grads)
-    if is_dense and len({grad.dtype for grad in grads}) == 1:
+    kinds = {(type(grad), grad.layout, grad.dtype) for grad in grads}
+    kind, layout, _ = next(iter(kinds))
+    if len(kinds) == 1 and kind is Tensor and layout is torch.strided:
         return list(torch._foreach_norm(grads, norm_type))
     return [whole(torch.linalg.vector_norm(_values(grad), norm_type)) for grad in grads]
 

@@ -19,7 +19,7 @@ from queue import SimpleQueue
 
 from torch._C._distributed_c10d import Store
 
-from penstock.ranks.clock import Clock, Mark
+from penstock.ranks.clock import Clock, HostClock, Mark
 from penstock.ranks.settings.run_config import RunConfig
 from penstock.ranks.settings.settings_exchange import SettingsExchange
 from penstock.runtime.interpreter import Interpreter
@@ -215,13 +215,17 @@ class BusyTimes:
 
 def busy_seconds(clock: Clock, marks: _Marks) -> float | None:
     """Return the seconds of the computing ops of a step; None if the device has not finished it."""
+    intervals = [interval for op, interval in marks.items() if op.kind in _COMPUTING]
+    if isinstance(clock, HostClock):
+        # As below: a call per op takes 10 µs of a step of 3 ms.
+        busy_s: float = sum([end - start for start, end in intervals])
+        return busy_s
     total_s = 0.0
-    for op, (start, end) in marks.items():
-        if op.kind in _COMPUTING:
-            seconds = clock.elapsed(start, end)
-            if seconds is None:
-                return None
-            total_s += seconds
+    for start, end in intervals:
+        seconds = clock.elapsed(start, end)
+        if seconds is None:
+            return None
+        total_s += seconds
     return total_s
 
 

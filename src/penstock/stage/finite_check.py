@@ -24,6 +24,7 @@ from penstock.errors import NonFinite
 from penstock.optim.clipping import gradient_norms, norms_of
 from penstock.option import OnNonfinite
 from penstock.schedule.op import Op
+from penstock.stage.gradient_probe import GradientProbe
 from penstock.stage.stage import Stage
 from penstock.values.sharded import local_part
 
@@ -73,7 +74,7 @@ class FiniteCheck:
     _active: bool = False
     _logged_step: int = -1
     # By stage.
-    _probes: dict[int, nn.Parameter | None] = field(default_factory=dict)
+    _probes: dict[int, GradientProbe | None] = field(default_factory=dict)
     # On the CPU, the first micro-batch after which the sum of the probe's gradient was not finite.
     # Read at once: sums that are kept until the U cost twice as much on a stage of 100 µs.
     _first_nonfinite: dict[int, int] = field(default_factory=dict)
@@ -129,13 +130,12 @@ class FiniteCheck:
         if not (self._active and self.gradients):
             return
         probe = self._probe(stage)
-        grad = None if probe is None else probe.grad
-        if grad is None or grad.is_sparse:
+        total = None if probe is None else probe.total()
+        if total is None:
             return
-        total = local_part(grad).sum()
-        if not total.is_cpu:
+        if isinstance(total, Tensor):
             self._sums.setdefault(stage.index, []).append((number, total))
-        elif not cmath.isfinite(total.item()):
+        elif not cmath.isfinite(total):
             self._first_nonfinite.setdefault(stage.index, number)
 
     def before_update(self, stage: Stage, op: Op, *, streaming: bool = False) -> None:
@@ -153,6 +153,8 @@ class FiniteCheck:
         Raises:
             NonFinite: a gradient is not finite, and the policy is "raise".
         """
+        if (probe := self._probes.get(stage.index)) is not None:
+            probe.release()
         since = self._first_nonfinite.pop(stage.index, None)
         sums, losses = self._sums.pop(stage.index, []), self._losses.pop(stage.index, [])
         if not self._active:
@@ -168,10 +170,11 @@ class FiniteCheck:
             if not streaming and not checks.deferring:
                 checks.read()
 
-    def _probe(self, stage: Stage) -> nn.Parameter | None:
-        """Return the parameter of a stage whose gradient is probed, if it has a small one."""
+    def _probe(self, stage: Stage) -> GradientProbe | None:
+        """Return the probe of the gradients of a stage, if it has a small parameter."""
         if stage.index not in self._probes:
-            self._probes[stage.index] = _small_parameter(stage)
+            parameter = _small_parameter(stage)
+            self._probes[stage.index] = None if parameter is None else GradientProbe(parameter)
         return self._probes[stage.index]
 
     def _check_on_host(self, stage: Stage, since: int | None, op: Op) -> None:

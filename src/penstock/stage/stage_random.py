@@ -171,18 +171,24 @@ class StageDraws:
         return self._backwards_to_observe > 0 or self._backward_draws
 
     def prepare(self, batch: Batch) -> None:
-        """Begin a batch before its first forward, which does so otherwise."""
+        """Begin a batch and plan its first forward before its input is there."""
+        self._begin_batch_once(batch)
+        if not self._forwards_to_observe:
+            self._plan_forward(batch.training)
+
+    def begin(self, batch: Batch) -> bool:
+        """Begin a forward of a micro-batch of `batch`; return whether it needs the generators."""
+        self._begin_batch_once(batch)
+        if self._observing or not self._is_planned:
+            self._plan_forward(batch.training)
+        return self.needed
+
+    def _begin_batch_once(self, batch: Batch) -> None:
+        """Begin a batch if this is the first call with it."""
         if self._batch() is not batch:
             self._batch = weakref.ref(batch)
             self._begin_batch(batch)
             self._is_planned = False
-
-    def begin(self, batch: Batch) -> bool:
-        """Begin a forward of a micro-batch of `batch`; return whether it needs the generators."""
-        self.prepare(batch)
-        if self._observing or not self._is_planned:
-            self._plan_forward(batch.training)
-        return self.needed
 
     def _begin_batch(self, batch: Batch) -> None:
         """Inspect the layers if they have changed; decide which passes of the batch to observe."""
@@ -242,9 +248,13 @@ class StageDraws:
         self._runs_user_code = bool(user_modules)
         rows = self._randomness.values()
         self._proofs = [row.proof for row in rows if row.proof is not None]
-        # The attributes of a module stay in one dictionary for as long as it lives.
-        self._user_attributes = [
-            vars(module) for user_module in user_modules for module in user_module.modules()
+        # A proof holds for all numbers that the code reads. The attributes of a module stay in one
+        # dictionary for as long as it lives.
+        self._unproven_attributes = [
+            vars(module)
+            for part in self._parts
+            if self._randomness[part.index].user_code and self._randomness[part.index].proof is None
+            for module in part.module.modules()
         ]
         self._rates = self._possible_rates()
         self._counts = {True: 0, False: 0}
@@ -268,9 +278,9 @@ class StageDraws:
         return self._mentions_by_types[types]
 
     def _possible_rates(self) -> list[float]:
-        """Return all float attributes of user code: any of them may be a dropout rate."""
+        """Return all float attributes of user code that may draw: any may be a dropout rate."""
         rates: list[float] = []
-        for attributes in self._user_attributes:
+        for attributes in self._unproven_attributes:
             rates += [value for value in attributes.values() if type(value) is float]
         return rates
 
