@@ -120,10 +120,10 @@ class SlowBounds:
         far = [a != b for a, b in zip(self.ranks, self.ranks[1:], strict=False)]
         self.up = [seconds * is_far for seconds, is_far in zip(costs.up, far, strict=True)]
         self.down = [seconds * is_far for seconds, is_far in zip(costs.down, far, strict=True)]
-        self.room = []
+        self.capacity = []
         for rank, size in zip(self.ranks, costs.memory, strict=True):
             fitting = [n for n in range(1, self.m + 1) if n * size <= problem.limits[rank]]
-            self.room.append(max(fitting))
+            self.capacity.append(max(fitting))
         self.head_f, self.head_i, self.tail_f, self.tail_i = (
             np.zeros((self.p, self.m)) for _ in range(4)
         )
@@ -154,7 +154,7 @@ class SlowBounds:
             (self.head_f[q, k], self.f[q]) for q in self.same_rank(s) if q < s for k in range(n + 1)
         ]
         ops += [(self.head_f[s, k], self.f[s]) for k in range(n)]
-        for k in range(n - self.room[s] + 1):
+        for k in range(n - self.capacity[s] + 1):
             ops.append((self.head_i[s, k], self.i[s]))
             ops.append((self.head_i[s, k] + self.i[s], self.w[s]))
         return ops
@@ -166,7 +166,7 @@ class SlowBounds:
             (self.head_i[q, k], self.i[q]) for q in self.same_rank(s) if q > s for k in range(n + 1)
         ]
         ops += [(self.head_i[s, k], self.i[s]) for k in range(n)]
-        freed = range(n - self.room[s] + 1)
+        freed = range(n - self.capacity[s] + 1)
         return ops + [(self.head_i[s, k] + self.i[s], self.w[s]) for k in freed]
 
     def after_i(self, s, n):
@@ -176,7 +176,7 @@ class SlowBounds:
         for k in range(n, self.m):
             ops += [(self.tail_i[q, k], self.i[q]) for q in earlier if q < s or k > n]
             ops += [(self.u[q], self.w[q]) for q in earlier]
-        return ops + [(self.tail_f[s, k], self.f[s]) for k in range(n + self.room[s], self.m)]
+        return ops + [(self.tail_f[s, k], self.f[s]) for k in range(n + self.capacity[s], self.m)]
 
     def after_f(self, s, n):
         """In reversed time: the backwards of all later micro-batches, forwards, W and U."""
@@ -263,14 +263,14 @@ def test_heads_and_tails_are_those_of_the_ops_before_and_after(placement):
         counts = random_counts(problem, np.random.default_rng(seed))
         for route in range(len(counts)):
             bounds, slow = (cls(problem, counts, route) for cls in (RouteBounds, SlowBounds))
-            assert bounds.room == slow.room
+            assert bounds.capacity == slow.capacity
             assert bounds.head_f == pytest.approx(slow.head_f)
             assert bounds.head_i == pytest.approx(slow.head_i)
             assert bounds.tail_f == pytest.approx(slow.tail_f)
             assert bounds.tail_i == pytest.approx(slow.tail_i)
             for s in range(problem.stages):
                 assert np.array([*bounds.jobs(s)]) == pytest.approx(np.array(slow.jobs(s)))
-            tight += min(slow.room) < slow.m
+            tight += min(slow.capacity) < slow.m
         assert seconds_of(problem, counts) == pytest.approx(slow_seconds(problem, counts))
     assert tight > 2
 
@@ -288,7 +288,7 @@ def test_of_two_routes_the_bound_is_the_least_of_all_numbers_of_micro_batches():
 
 
 def test_memory_of_several_stages_together_bounds_the_batch():
-    """A V in the memory of one micro-batch on both its stages: each stage alone has room for two.
+    """A V in the memory of one micro-batch on both its stages: each stage alone has capacity for two.
     Rank 1 starts after 1 s, and holds each micro-batch for 8 s on stage 1 and 6 s on stage 2, of
     which two fit at once.
     """
@@ -298,7 +298,7 @@ def test_memory_of_several_stages_together_bounds_the_batch():
 
 
 def test_a_limit_that_is_a_whole_number_of_micro_batches_up_to_rounding_counts_in_full():
-    """0.3 / 0.1 is 2.9999999999999996; stages that hold nothing have room for all."""
+    """0.3 / 0.1 is 2.9999999999999996; stages that hold nothing have capacity for all."""
     costs = Costs(forward=(1.0,) * 3, activation_bytes=(0.1, 0.1, 0.0))
     problem = problem_of(costs, 5, Constraints("linear", (0.3, 0.29, 0.1)))
-    assert RouteBounds(problem, (5,), 0).room == [3, 2, 5]
+    assert RouteBounds(problem, (5,), 0).capacity == [3, 2, 5]

@@ -25,9 +25,12 @@ Floats = NDArray[np.float64]
 
 F, I, W, B = 0, 1, 2, 3  # noqa: E741 - the field's letters
 
-
 #: Columns of `Spec.cost`, after those of F, I, W and B.
 UPDATE, UP, DOWN, HOLD = 4, 5, 6, 7
+
+#: Columns of `Spec.copies`: the rank; and the receiver of activations, after which comes that of
+#: gradients (`RECEIVER + F` and `RECEIVER + I`).
+RANK, RECEIVER = 0, 1
 
 
 class Spec(NamedTuple):

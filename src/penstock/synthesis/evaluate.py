@@ -10,6 +10,8 @@ from __future__ import annotations
 from penstock.compiled import compiled
 from penstock.synthesis.arrays import (
     HOLD,
+    RANK,
+    RECEIVER,
     UP,
     UPDATE,
     Encoding,
@@ -68,11 +70,11 @@ def evaluate(spec: Spec, encoding: Encoding, work: Workspace) -> float:
             place += 1
             if kind >= W:  # W or B
                 done[copy, 2] += 1
-            receiver = copies[copy, 1 + way] if kind != W else -1
+            receiver = copies[copy, RECEIVER + way] if kind != W else -1
             if receiver < 0:
                 continue
             # 2. It sends its value, and the rank that receives it can continue.
-            target, end, source = copies[receiver, 0], free, op
+            target, end, source = copies[receiver, RANK], free, op
             if target != rank:
                 if link[rank, target] > end:
                     source = busy[rank, target]  # the cause of the arrival is the message before
@@ -104,8 +106,9 @@ def reset(spec: Spec, work: Workspace) -> None:
     """Reset a workspace to the state before the first op."""
     for copy in range(len(spec.copies)):
         for way in range(2):
-            # The first stage receives no activations, nor the last one gradients.
-            at = 0.0 if spec.copies[copy, 2 - way] < 0 else -1.0
+            # The first stage sends no gradients and receives no activations, the last one the other
+            # way round: that input is there from the start.
+            at = 0.0 if spec.copies[copy, RECEIVER + 1 - way] < 0 else -1.0
             for k in range(work.arrive.shape[2]):
                 work.arrive[way, copy, k], work.maker[way, copy, k] = at, -1
         for column in range(4):

@@ -221,7 +221,7 @@ class _Model:
         for s in range(bounds.stages):
             row = [self._add_micro_batch(bounds, s, n, first) for n in range(bounds.count)]
             for one, other in pairwise(row):
-                self.model.add(other.forward >= one.forward + int(bounds.f[s]))
+                self.model.add(other.forward >= one.forward + int(bounds.forward[s]))
                 self.model.add(other.backward >= one.gradient_ready)
                 if one.joined is None:
                     self.model.add(other.weight_grad >= one.released)
