@@ -29,7 +29,8 @@ def test_a_micro_batch_takes_its_number_of_slices_times_one_of_them_on_its_rank(
     lengths = data.draw(cuts(len(profile), 4))
     whole = schedule(name, 4, 6)
     sliced = replace(whole, slicing=Slicing("samples", SHARES))
-    devices = [by_device["fast" if rank % 3 else "slow"] for rank in range(4)]
+    # Not symmetric, or the two directions of `chimera` would take equally long.
+    devices = [by_device["slow" if rank == 0 else "fast"] for rank in range(4)]
     costs = Costs(forward=9.0, update=3.0, transfer=2.0)
     assert slice_costs(costs, whole, devices, lengths, 12.0) is costs
     result = slice_costs(costs, sliced, devices, lengths, 12.0)

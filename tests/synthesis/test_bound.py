@@ -288,7 +288,7 @@ def test_of_two_routes_the_bound_is_the_least_of_all_numbers_of_micro_batches():
 
 
 def test_memory_of_several_stages_together_bounds_the_batch():
-    """A V in the memory of one micro-batch on both its stages: each stage alone has capacity for two.
+    """A V in the memory of one micro-batch on both its stages: either stage alone fits two.
     Rank 1 starts after 1 s, and holds each micro-batch for 8 s on stage 1 and 6 s on stage 2, of
     which two fit at once.
     """
@@ -298,7 +298,7 @@ def test_memory_of_several_stages_together_bounds_the_batch():
 
 
 def test_a_limit_that_is_a_whole_number_of_micro_batches_up_to_rounding_counts_in_full():
-    """0.3 / 0.1 is 2.9999999999999996; stages that hold nothing have capacity for all."""
+    """0.3 / 0.1 is 2.9999999999999996; stages that hold nothing fit all."""
     costs = Costs(forward=(1.0,) * 3, activation_bytes=(0.1, 0.1, 0.0))
     problem = problem_of(costs, 5, Constraints("linear", (0.3, 0.29, 0.1)))
     assert RouteBounds(problem, (5,), 0).capacity == [3, 2, 5]

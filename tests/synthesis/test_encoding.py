@@ -93,6 +93,31 @@ def test_updates_come_in_the_first_idle_time_that_is_long_enough_or_at_the_end()
 
 
 @pytest.mark.parametrize(
+    ("idle_s", "program"),
+    [
+        (2.0, "0B0 0U1 2U1 4U1"),
+        (3.0, "2U1 0B0 0U1 4U1"),
+        (5.0, "2U1 0B0 0U1 4U1"),
+        (6.0, "2U1 4U1 0B0 0U1"),
+    ],
+)
+def test_updates_in_the_same_idle_time_take_one_after_the_other(idle_s, program):
+    """Before its last backward rank 0 waits `idle_s` seconds for stage 1, and an update takes 3."""
+    costs = Costs(
+        forward=(1.0,) * 6,
+        backward=(1.0, idle_s, 1.0, 1.0, 1.0, 1.0),
+        update=(0.0, 0.0, 3.0, 0.0, 3.0, 0.0),
+    )
+    text = "0F0 2F0 4F0 4B0 2B0 0B0 0U1 2U1 4U1\n1F0 3F0 5F0 5B0 3B0 1B0 1U1 3U1 5U1"
+    problem = problem_of(costs, 1, Constraints("interleaved", ranks=2))
+    spec = problem.spec((1,))
+    encoding, work = encode(problem, spec, Schedule.parse(text)), make_workspace(spec)
+    decoded = decode(problem, spec, encoding, work)
+    assert " ".join(map(str, decoded.programs[0])) == f"0F0 2F0 4F0 4B0 2B0 {program}"
+    assert simulate_schedule(decoded, costs).makespan == evaluate(spec, encoding, work)
+
+
+@pytest.mark.parametrize(
     ("text", "joined"),
     [
         ("0F0 0I0 0W0 0F1 0I1 0W1 0U1", "0F0 0B0 0F1 0B1 0U1"),

@@ -359,6 +359,15 @@ def test_proofs_share_the_time_that_is_left():
     assert log == [("a", 30)]
 
 
+def test_a_makespan_that_rounding_puts_above_its_bound_needs_no_proof(monkeypatch):
+    """1F1B is optimal here, but the sum of its seconds is one digit above that of the bound."""
+    costs = Costs(forward=(0.3, 0.3, 0.1), backward=(1 / 3, 0.3, 0.1), transfer=0.1)
+    monkeypatch.delattr(exact, "prove")
+    result = synthesise(costs, 4, Settings(exact=True, split=False, max_rounds=0))
+    assert result.makespan > result.lower_bound
+    assert result.proved
+
+
 def test_a_schedule_carries_the_facts_of_its_search():
     """A reader of a plan sees how good it is; that the clock ended the search only if it did."""
     result = synthesise(UNEVEN, 6, Settings(memory_limit=3, budget_s=1000, max_rounds=1))

@@ -10,7 +10,7 @@ import penstock as ps
 from penstock.errors import ScheduleError, UnknownName
 from penstock.schedule.catalogue import schedule
 from penstock.schedule.lower import lower
-from penstock.schedule.op import Schedule
+from penstock.schedule.op import Kind, Schedule
 from penstock.verify.verify import verify
 from penstock.weights.catalogue import weight_rule
 from penstock.weights.rule_types import Reads
@@ -137,7 +137,7 @@ def test_unsound_programs_are_told_before_their_weights():
 
 
 def test_an_op_that_reads_a_version_that_does_not_exist_is_a_finding_of_its_own():
-    """The rule's finding has the op and the rank; the error keeps them."""
+    """Every forward reads such a version here; the error has all of them, with rank and op."""
     case = schedule("pipedream", 3, 2)
 
     def future(place):
@@ -148,6 +148,10 @@ def test_an_op_that_reads_a_version_that_does_not_exist_is_a_finding_of_its_own(
     with pytest.raises(ScheduleError) as caught:
         verify(case, weights=rule)
     findings = caught.value.findings
-    assert findings
-    assert all(finding.op is not None and finding.rank is not None for finding in findings)
-    assert findings[0].op == "0F0"
+    forwards = [
+        (rank, str(op))
+        for rank, program in enumerate(case.programs)
+        for op in program
+        if op.kind is Kind.F
+    ]
+    assert [(finding.rank, finding.op) for finding in findings] == forwards

@@ -152,9 +152,9 @@ def _program(
         ready = [other for other in due if unreleased[other] == 0 and has_one_route]
         for other in ready:
             end = free_s + float(spec.cost[other, UPDATE])
-            # An update that takes no time runs at once (end == free_s), any other one where the
-            # rank is idle long enough.
-            if end <= start and (end == free_s or start > free_s):
+            # An update that takes no time runs at once, any other one where the rank is idle long
+            # enough.
+            if end <= start:
                 due.remove(other)
                 free_s = end
                 ops.append(Op(Kind.U, other % stages, 1))
