@@ -5,15 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from tests.simulate.test_plan_costs import FOUR, PROFILE, a_plan
+from tests.simulate.four_layers import FOUR, PROFILE, a_plan
 
-from penstock.cluster.cluster import Device
+from penstock.cluster.cluster import Device, cluster
 from penstock.errors import PlanError
 from penstock.plan.plan import Plan
 from penstock.plan.prediction import Prediction
+from penstock.profile.device_profiles import scale_profile
 from penstock.schedule.catalogue import schedule
+from penstock.schedule.op import Kind
 from penstock.simulate.gradient_sync import SUM_S_PER_BYTE, all_reduce_seconds
 from penstock.simulate.plan_costs import costs_of_plan, simulate_plan
+from penstock.simulate.steady_state import steady
 
 
 def replicated_plan(**changes) -> Plan:
@@ -109,3 +112,94 @@ def test_ranks_of_a_plan_that_share_a_node_slow_each_other_down():
     assert (near.forward, far.forward) == ((6.0, 14.0), (3.0, 7.0))
     assert near.transfer == (FOUR.transfer_seconds(2000, 0, 1),)
     assert far.transfer == (FOUR.transfer_seconds(2000, 0, 2),)
+
+
+def test_a_plan_stands_on_the_devices_that_it_names():
+    """Ranks 0 and 2 are on different nodes: two messages of 22 s each way, one after the other,
+    then cost more than the stages.
+    """
+    near, far = (
+        simulate_plan(replace(a_plan(), devices=devices), PROFILE, FOUR).makespan
+        for devices in ((1, 0), (0, 2))
+    )
+    assert near == simulate_plan(a_plan(), PROFILE, FOUR).makespan
+    assert far == pytest.approx(3 + 22 + 22 + 7 + 14 + 22 + 22 + 6)
+    with pytest.raises(
+        PlanError, match="uses device 3 of its cluster, but four has devices 0 to 1"
+    ):
+        simulate_plan(replace(a_plan(), devices=(0, 3)), PROFILE, FOUR.on((0, 1)))
+    with pytest.raises(PlanError, match="uses device 4 of its cluster, but four has devices 0 to"):
+        simulate_plan(replace(a_plan(), devices=(4, 0)), PROFILE, FOUR)
+
+
+def test_a_plan_s_stages_take_what_their_devices_take():
+    """By name, by peak, or all alike: stage 1 on a device three times as slow."""
+    mixed = replace(
+        FOUR,
+        devices=(
+            Device("d", 10**9, flops=(("float32", 3e12),)),
+            Device("e", 10**9, flops=(("float32", 1e12),)),
+        )
+        * 2,
+    )
+    expected = 3 + 2.5 + 21 + 21 + 42 + 42 + 2.5 + 6
+    assert simulate_plan(a_plan(), PROFILE, mixed).makespan == pytest.approx(expected)
+    assert simulate_plan(
+        a_plan(), {"d": PROFILE, "e": scale_profile(PROFILE, 3.0)}, mixed
+    ).makespan == pytest.approx(expected)
+    assert simulate_plan(a_plan(), {"d": PROFILE, "e": PROFILE}, mixed).makespan == pytest.approx(
+        3 + 2.5 + 7 + 7 + 14 + 14 + 2.5 + 6
+    )
+
+
+def test_simulating_a_plan_gives_the_time_worked_out_by_hand():
+    """F 3 and 7 s, B 6 and 14 s, 0.5 + 2 s a hop: 3, hop, 7, 7, 14, 14, hop, 6."""
+    timeline = simulate_plan(a_plan(), PROFILE, FOUR)
+    assert timeline.makespan == pytest.approx(3 + 2.5 + 7 + 7 + 14 + 14 + 2.5 + 6)
+    # Weights with gradients and momentum, buffers, and two micro-batches' activations.
+    assert timeline.peak_memory == (901 + 2 * 30, 2105 + 2 * 70)
+
+
+def test_a_plan_simulates_with_its_own_recompute():
+    """Otherwise prediction and run would be of different things."""
+    again = simulate_plan(replace(a_plan(), recompute="always"), PROFILE, FOUR)
+    assert again.makespan == pytest.approx(
+        simulate_plan(a_plan(), PROFILE, FOUR).makespan + 7 + 7 + 3
+    )
+
+
+def test_an_asynchronous_plan_simulates_with_its_own_weight_rule():
+    """All of its batches, and the memory that the rule takes."""
+    case_schedule = schedule("pipedream", 2, 1)
+    plan = replace(
+        a_plan(),
+        schedule_name="pipedream",
+        programs=case_schedule.lines,
+        micro_batches=1,
+        batch=1,
+        synchronous=False,
+        stream=case_schedule.stream,
+        weights="stash",
+    )
+    stash, none = (
+        simulate_plan(replace(plan, weights=name), PROFILE, FOUR) for name in ("stash", "none")
+    )
+    assert (
+        len([event for event in stash.compute if event.op.kind is Kind.U])
+        == 2 * case_schedule.batches
+    )
+    assert stash.peak_memory[0] - none.peak_memory[0] == 300
+    steady_state = steady(plan.schedule, costs_of_plan(plan, PROFILE, FOUR))
+    assert steady_state.seconds_per_batch == pytest.approx(
+        max(7 + 14, (3 + 6 + 7 + 14 + 2 * 2.5) / 2)
+    )
+
+
+def test_a_plan_is_refused_with_another_model_s_profile():
+    """The layers would be others, and the numbers nonsense."""
+    with pytest.raises(
+        PlanError, match="plan is for a chain with fingerprint f, the profile is of g"
+    ):
+        simulate_plan(a_plan(), replace(PROFILE, fingerprint="g"), FOUR)
+    with pytest.raises(PlanError, match="runs on 2 ranks, but cluster local:1 has 1"):
+        simulate_plan(a_plan(), PROFILE, cluster("local:1"))

@@ -3,23 +3,19 @@
 from dataclasses import replace
 
 import pytest
+from tests.simulate.four_layers import FOUR, LINK, PROFILE, SLOW
 
 from penstock.cluster.cluster import Cluster, Device, Link, cluster
 from penstock.errors import PartitionError, PlanError
-from penstock.plan.plan import Plan
-from penstock.plan.prediction import Prediction
 from penstock.plan.sharding import Sharding
-from penstock.profile.device_profiles import scale_profile
-from penstock.profile.profile import LayerProfile, Profile, Timing
+from penstock.profile.profile import Timing
 from penstock.schedule.catalogue import schedule
-from penstock.schedule.op import Kind, Schedule
+from penstock.schedule.op import Schedule
 from penstock.schedule.slicing import Slicing
 from penstock.simulate.gradient_sync import COLLISIONS, SUM_S_PER_BYTE, all_reduce_seconds
 from penstock.simulate.plan_costs import (
-    costs_of_plan,
     place_costs,
     schedule_costs,
-    simulate_plan,
     stage_costs,
     width_profile,
     with_plan_zero,
@@ -27,36 +23,7 @@ from penstock.simulate.plan_costs import (
 from penstock.simulate.rank_memory import StoredParameters
 from penstock.simulate.simulate import peak_memory
 from penstock.simulate.slice_costs import slice_costs
-from penstock.simulate.steady_state import steady
 from penstock.weights.catalogue import weight_rule
-
-
-def timing(seconds: float) -> Timing:
-    """Return a timing with this many seconds per sample."""
-    return Timing((1, 8), (seconds, 8 * seconds))
-
-
-def layer(i: int) -> LayerProfile:
-    """Layer i takes i + 1 s forward per sample; its sizes tell it apart in every sum."""
-    unit = float(i + 1)
-    return LayerProfile(
-        f"l{i}",
-        "Linear",
-        timing(unit),
-        timing(2 * unit),
-        timing(0.5 * unit),
-        timing(1.5 * unit),
-        parameters=1,
-        parameter_bytes=100 * (i + 1),
-        buffer_bytes=i,
-        activation_bytes_per_sample=10 * unit,
-        output_bytes_per_sample=1000 * unit,
-    )
-
-
-PROFILE = Profile(tuple(map(layer, range(4))), "f", input_bytes_per_sample=7.0, batch=8)
-LINK, SLOW = Link(0.5, 1000.0), Link(2.0, 100.0)
-FOUR = Cluster("four", (Device("d", 10**9),) * 4, 2, LINK, SLOW)
 
 
 def test_costs_are_sums_over_each_stage_s_layers():
@@ -134,44 +101,6 @@ def test_each_micro_batch_takes_the_link_between_its_own_copies():
         "rank 0 | 0F0 0B0 0U1\nrank 1 | 1F0 1B0 1U1\nrank 2 | 0F1 0B1 0U1\nrank 3 | 1F1 1B1 1U1"
     )
     assert place_costs(costs, alike, FOUR).transfer == (LINK.transfer_seconds(2000),)
-
-
-def test_a_plan_stands_on_the_devices_that_it_names():
-    """Ranks 0 and 2 are on different nodes: two messages of 22 s each way, one after the other,
-    then cost more than the stages.
-    """
-    near, far = (
-        simulate_plan(replace(a_plan(), devices=devices), PROFILE, FOUR).makespan
-        for devices in ((1, 0), (0, 2))
-    )
-    assert near == simulate_plan(a_plan(), PROFILE, FOUR).makespan
-    assert far == pytest.approx(3 + 22 + 22 + 7 + 14 + 22 + 22 + 6)
-    with pytest.raises(
-        PlanError, match="uses device 3 of its cluster, but four has devices 0 to 1"
-    ):
-        simulate_plan(replace(a_plan(), devices=(0, 3)), PROFILE, FOUR.on((0, 1)))
-    with pytest.raises(PlanError, match="uses device 4 of its cluster, but four has devices 0 to"):
-        simulate_plan(replace(a_plan(), devices=(4, 0)), PROFILE, FOUR)
-
-
-def test_a_plan_s_stages_take_what_their_devices_take():
-    """By name, by peak, or all alike: stage 1 on a device three times as slow."""
-    mixed = replace(
-        FOUR,
-        devices=(
-            Device("d", 10**9, flops=(("float32", 3e12),)),
-            Device("e", 10**9, flops=(("float32", 1e12),)),
-        )
-        * 2,
-    )
-    expected = 3 + 2.5 + 21 + 21 + 42 + 42 + 2.5 + 6
-    assert simulate_plan(a_plan(), PROFILE, mixed).makespan == pytest.approx(expected)
-    assert simulate_plan(
-        a_plan(), {"d": PROFILE, "e": scale_profile(PROFILE, 3.0)}, mixed
-    ).makespan == pytest.approx(expected)
-    assert simulate_plan(a_plan(), {"d": PROFILE, "e": PROFILE}, mixed).makespan == pytest.approx(
-        3 + 2.5 + 7 + 7 + 14 + 14 + 2.5 + 6
-    )
 
 
 def test_copies_of_a_whole_model_meet_over_the_link_between_nodes():
@@ -306,76 +235,6 @@ def test_a_schedule_of_more_ranks_than_the_cluster_is_refused(lengths):
     costs = stage_costs(PROFILE, lengths, 1, cluster("local:2"), micro_batches=1)
     with pytest.raises(PlanError, match=f"gpipe runs on {ranks} ranks, but cluster local:2 has 2"):
         place_costs(costs, schedule("gpipe", ranks, 1), cluster("local:2"))
-
-
-def a_plan() -> Plan:
-    """GPipe in two stages, two micro-batches of 1 sample."""
-    case_schedule = schedule("gpipe", 2, 2)
-    return Plan(
-        "f",
-        ("l0", "l1", "l2", "l3"),
-        (2, 2),
-        "gpipe",
-        case_schedule.lines,
-        2,
-        2,
-        "four",
-        4,
-        Prediction(1.0, 0.0, (0, 0), 1.0, 1.0),
-    )
-
-
-def test_simulating_a_plan_gives_the_time_worked_out_by_hand():
-    """F 3 and 7 s, B 6 and 14 s, 0.5 + 2 s a hop: 3, hop, 7, 7, 14, 14, hop, 6."""
-    timeline = simulate_plan(a_plan(), PROFILE, FOUR)
-    assert timeline.makespan == pytest.approx(3 + 2.5 + 7 + 7 + 14 + 14 + 2.5 + 6)
-    # Weights with gradients and momentum, buffers, and two micro-batches' activations.
-    assert timeline.peak_memory == (901 + 2 * 30, 2105 + 2 * 70)
-
-
-def test_a_plan_simulates_with_its_own_recompute():
-    """Otherwise prediction and run would be of different things."""
-    again = simulate_plan(replace(a_plan(), recompute="always"), PROFILE, FOUR)
-    assert again.makespan == pytest.approx(
-        simulate_plan(a_plan(), PROFILE, FOUR).makespan + 7 + 7 + 3
-    )
-
-
-def test_an_asynchronous_plan_simulates_with_its_own_weight_rule():
-    """All of its batches, and the memory that the rule takes."""
-    case_schedule = schedule("pipedream", 2, 1)
-    plan = replace(
-        a_plan(),
-        schedule_name="pipedream",
-        programs=case_schedule.lines,
-        micro_batches=1,
-        batch=1,
-        synchronous=False,
-        stream=case_schedule.stream,
-        weights="stash",
-    )
-    stash, none = (
-        simulate_plan(replace(plan, weights=name), PROFILE, FOUR) for name in ("stash", "none")
-    )
-    assert (
-        len([event for event in stash.compute if event.op.kind is Kind.U])
-        == 2 * case_schedule.batches
-    )
-    assert stash.peak_memory[0] - none.peak_memory[0] == 300
-    steady_state = steady(plan.schedule, costs_of_plan(plan, PROFILE, FOUR))
-    assert steady_state.seconds_per_batch == pytest.approx(
-        max(7 + 14, (3 + 6 + 7 + 14 + 2 * 2.5) / 2)
-    )
-
-
-def test_a_plan_is_refused_with_another_model_s_profile():
-    """The layers would be others, and the numbers nonsense."""
-    with pytest.raises(
-        PlanError, match="plan is for a chain with fingerprint f, the profile is of g"
-    ):
-        simulate_plan(a_plan(), replace(PROFILE, fingerprint="g"), FOUR)
-    with pytest.raises(PlanError, match="runs on 2 ranks, but cluster local:1 has 1"):
-        simulate_plan(a_plan(), PROFILE, cluster("local:1"))
 
 
 @pytest.mark.parametrize(

@@ -1,1 +1,1 @@
-"""All of what there is to do, in one value."""
+"""Plans: partition, schedule and devices of a run, with the predicted time and memory."""

@@ -57,7 +57,7 @@ def _is_valid_row(value: object) -> bool:
     """
     if type(value) is not tuple or set(map(type, value)) != {float}:
         return False
-    # The sum is no number if an entry is none, whatever the minimum.
+    # `min` may overlook a NaN, but the sum is NaN then, which is below nothing.
     return min(value) >= 0 and sum(value) < float("inf")
 
 

@@ -377,7 +377,7 @@ def _without_gradient_sums(
 
     `copies` is, per stage, how many copies of its gradients the sum stores.
     """
-    # Of 1 + count times the gradients, 1 is left.
+    # The costs count the gradients 1 + count times, of which one is left.
     costs = _with_gradient_copies(costs, schedule, [1 / (1 + count) - 1 for count in copies])
     updates = costs.spread_or_zeros("update", schedule.stages)
     gradients = costs.spread_or_zeros("gradient_bytes", schedule.stages)

@@ -39,6 +39,19 @@ from penstock.simulate.weight_versions import with_stream_memory
 _CHUNK_VECTORS = (4, 64)
 _CHUNK_NUMBERS = 2**26
 
+#: Fields of costs on which peaks of memory without boundary buffers depend.
+_MEMORY_FIELDS = (
+    "activation_bytes",
+    "activation_bytes_after_input_grad",
+    "input_bytes",
+    "saved_bytes",
+    "recompute_peak_bytes",
+    "weight_bytes",
+    "gradient_bytes",
+    "optimizer_bytes",
+    "weight_versions",
+)
+
 
 @dataclass(frozen=True, eq=False)
 class Outcomes:
@@ -195,14 +208,8 @@ class _Batch:
         tables, amounts = self.tables, self.tables.amounts
         ranks = tables.dependencies.ranks
         depends_on_times = self.buffers and "boundary_bytes" in amounts.arrays
-        # `_grad` is for `activation_bytes_after_input_grad`. It also matches the seconds of I and
-        # W, which can only choose the slower way to the same peaks.
-        memory_fields = [
-            array
-            for name, array in amounts.arrays.items()
-            if name.endswith(("bytes", "_grad", "versions"))
-        ]
-        same = all(len(array) == 1 or (array == array[0]).all() for array in memory_fields)
+        arrays = [amounts.arrays[name] for name in _MEMORY_FIELDS if name in amounts.arrays]
+        same = all(len(array) == 1 or (array == array[0]).all() for array in arrays)
         if same and not depends_on_times:
             return np.broadcast_to(peaks_in_order(tables), (amounts.vectors, ranks))
         rows = []

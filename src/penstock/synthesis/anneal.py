@@ -184,18 +184,20 @@ def _split_or_join(encoding: Encoding, rank: int, place: int, early: bool) -> bo
         encoding.lengths[rank] = size + 1
         return True
     # Codes have no micro-batch: the other half of the k-th I is the k-th W, and the other way round.
-    other_kind = W if kind == I else I
-    turn, other = 0, -1
+    k = 0
     for i in range(place):
-        turn += codes[rank, i] == codes[rank, place]
+        k += codes[rank, i] == codes[rank, place]
+    other_code = 4 * copy + (W if kind == I else I)
+    count, other = 0, -1
     for i in range(size):
-        if codes[rank, i] == 4 * copy + other_kind:
-            if turn == 0:
+        if codes[rank, i] == other_code:
+            if count == k:
                 other = i
-            turn -= 1
+            count += 1
     first, second = min(place, other), max(place, other)
-    codes[rank, first if early else second] = 4 * copy + B
-    for i in range(second if early else first, size - 1):
+    joined, removed = (first, second) if early else (second, first)
+    codes[rank, joined] = 4 * copy + B
+    for i in range(removed, size - 1):
         codes[rank, i] = codes[rank, i + 1]
     encoding.lengths[rank] = size - 1
     return True

@@ -120,8 +120,9 @@ class StageCosts:
         """Return lower bounds of the costs if an F and a B together take `seconds`, by the stage of
         the F.
         """
-        # The B of a pair may be of any stage. An F gets what the dearest B leaves of its pair;
-        # where that is nothing, a B of at most the cheapest pair keeps the sum within every pair.
+        # The B of a pair may be of any stage, and no F and B may together exceed the seconds of
+        # their pair. So an F takes what the longest B leaves of its pair, but at least 0; and a B
+        # takes no longer than the shortest pair, which it may have to itself.
         least, most = min(seconds), max(self.backward)
         forward = tuple(
             max(0.0, min(f, pair - most)) for f, pair in zip(self.forward, seconds, strict=True)
