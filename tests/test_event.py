@@ -38,7 +38,7 @@ def test_seconds_count_from_the_first_event():
 
 
 def test_a_timeline_takes_events_and_plain_rows_alike():
-    """The schedule's graph knows no Event: it stands below it."""
+    """Modules that this one imports have rows and no Events."""
     row = (0, Op.parse("0F0"), 1.0, 2.0, 0, None)
     assert Timeline.of([row], 1, 1) == Timeline.of([Event(*row)], 1, 1)
     assert Timeline.of([row], 1, 1).events == (Event(0, Op.parse("0F0"), 0.0, 1.0),)
@@ -69,7 +69,7 @@ def test_span_bubble_ratio_is_over_the_longest_span_of_a_rank():
 
 
 def test_a_late_start_counts_in_the_makespan_and_not_in_the_span():
-    """The two definitions part where every rank works without a gap, one after the other."""
+    """The two definitions differ where ranks work without a gap, one after the other."""
     timeline = line((0, "0F0", 0, 3), (1, "1F0", 3, 6))
     assert timeline.span_bubble_ratio == 0.0
     assert timeline.bubble_ratio == 0.5
@@ -164,9 +164,9 @@ def test_a_simulated_timeline_makes_its_events_when_they_are_asked_for():
 def test_a_simulated_timeline_equals_one_made_of_its_events():
     """One form, however it came about; figures are computed from either."""
     timeline = simulate_schedule(schedule("zb-h1", 3, 5), Costs(transfer=0.5, activation_bytes=3))
-    again = Timeline(timeline.events, 3, 3, timeline.peak_memory, title=timeline.title)
-    assert again == timeline
-    assert hash(again) == hash(timeline)
+    copy = Timeline(timeline.events, 3, 3, timeline.peak_memory, title=timeline.title)
+    assert copy == timeline
+    assert hash(copy) == hash(timeline)
     for name in (
         "makespan",
         "busy",
@@ -175,8 +175,8 @@ def test_a_simulated_timeline_equals_one_made_of_its_events():
         "peak_in_flight",
         "peak_on_rank",
     ):
-        assert getattr(again, name) == getattr(timeline, name)
-    assert (again.memory, again.memory_holders) == (None, None)
+        assert getattr(copy, name) == getattr(timeline, name)
+    assert (copy.memory, copy.memory_holders) == (None, None)
 
 
 def test_a_timeline_can_be_copied_changed_and_pickled():

@@ -13,12 +13,12 @@ from penstock.schedule.op import Schedule
 from penstock.schedule.slicing import Slicing
 
 
-def saved(tmp_path, found=None, **changes):
+def saved(tmp_path, data=None, **changes):
     """The path of a plan whose JSON was changed."""
     path = tmp_path / "plan.json"
-    (found or plan()).save(path)
-    found = json.loads(path.read_text())
-    path.write_text(json.dumps({**found, **changes}))
+    (data or plan()).save(path)
+    data = json.loads(path.read_text())
+    path.write_text(json.dumps({**data, **changes}))
     return path
 
 
@@ -28,7 +28,7 @@ CUSTOM = Schedule.parse(
 
 
 @pytest.mark.parametrize(
-    "made",
+    "case",
     [
         plan(),
         plan(schedule("gpipe", 2, 3, backward_order="reverse")),
@@ -48,19 +48,19 @@ CUSTOM = Schedule.parse(
         "some layers again",
     ],
 )
-def test_a_plan_saved_as_json_loads_as_an_equal_plan(tmp_path, made):
+def test_a_plan_saved_as_json_loads_as_an_equal_plan(tmp_path, case):
     """Plans travel between machines; any schedule must survive, a user's own and idle ranks too."""
     path = tmp_path / "plan.json"
-    made.save(path)
-    again = Plan.load(path)
-    assert again == made
-    assert again.schedule == made.schedule
+    case.save(path)
+    loaded = Plan.load(path)
+    assert loaded == case
+    assert loaded.schedule == case.schedule
 
 
 def test_the_schedule_is_read_back_whole():
     """Programs, name and options: equal to what went in."""
-    made = schedule("gpipe", 2, 3, backward_order="reverse")
-    assert plan(made).schedule == made
+    case = schedule("gpipe", 2, 3, backward_order="reverse")
+    assert plan(case).schedule == case
     assert plan(CUSTOM, (1, 1, 1)).schedule.programs == CUSTOM.programs
 
 
@@ -166,13 +166,13 @@ def test_another_model_or_number_of_ranks_is_refused_with_all_differences():
 
 def test_pairs_and_slices_survive_saving(tmp_path):
     """Without pairs, or with other slices, the program would be a different one."""
-    made = Schedule.parse("0F0 0F1&0B0 0F2 0B2 0B1 0U1", "sliced")
-    made = replace(made, slicing=Slicing("samples", ((0.25, 0.75), (1.0,))))
-    kept = replace(plan(made, (3,)), slicing=made.slicing)
-    kept.save(tmp_path / "p.json")
-    again = Plan.load(tmp_path / "p.json")
-    assert again == kept
-    assert again.schedule == made
+    case = Schedule.parse("0F0 0F1&0B0 0F2 0B2 0B1 0U1", "sliced")
+    case = replace(case, slicing=Slicing("samples", ((0.25, 0.75), (1.0,))))
+    sliced_plan = replace(plan(case, (3,)), slicing=case.slicing)
+    sliced_plan.save(tmp_path / "p.json")
+    loaded = Plan.load(tmp_path / "p.json")
+    assert loaded == sliced_plan
+    assert loaded.schedule == case
 
 
 @pytest.mark.parametrize(
@@ -211,12 +211,12 @@ def test_a_changed_stream_is_refused_with_the_reason(tmp_path, changes, message)
 def test_a_plan_saved_before_streams_existed_is_read(tmp_path):
     """Missing fields get the values that older versions implied."""
     path = saved(tmp_path)
-    found = json.loads(path.read_text())
+    data = json.loads(path.read_text())
     for name in ("stream", "weights_options"):
-        del found[name]
-    for row in found["candidates"]:
+        del data[name]
+    for row in data["candidates"]:
         del row["weights"]
-    path.write_text(json.dumps(found))
+    path.write_text(json.dumps(data))
     assert Plan.load(path) == plan()
 
 

@@ -295,16 +295,20 @@ def evicted(rng, schedule):
     """
     (stage, m), owner = rng.choice(sorted(schedule.placement.items()))
     programs = [list(program) for program in schedule.programs]
-    own = programs[owner]
-    first = own.index(Op(Kind.F, stage, m))
+    owner_program = programs[owner]
+    first = owner_program.index(Op(Kind.F, stage, m))
     last = min(
-        (own.index(op) for op in (Op(Kind.B, stage, m), Op(Kind.I, stage, m)) if op in own),
-        default=len(own),
+        (
+            owner_program.index(op)
+            for op in (Op(Kind.B, stage, m), Op(Kind.I, stage, m))
+            if op in owner_program
+        ),
+        default=len(owner_program),
     )
     partner = rng.choice([rank for rank in range(schedule.ranks) if rank != owner] or [owner])
     away, back = sorted(rng.randint(first + 1, max(last, first + 1)) for _ in range(2))
-    own.insert(back, Op(Kind.L, stage, m))
-    own.insert(away, Op(Kind.E, stage, m))
+    owner_program.insert(back, Op(Kind.L, stage, m))
+    owner_program.insert(away, Op(Kind.E, stage, m))
     if partner != owner:
         places = sorted(rng.randint(0, len(programs[partner])) for _ in range(2))
         programs[partner].insert(places[1], Op(Kind.L, stage, m))

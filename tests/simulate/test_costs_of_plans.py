@@ -162,8 +162,8 @@ def test_simulating_a_plan_gives_the_time_worked_out_by_hand():
 
 def test_a_plan_simulates_with_its_own_recompute():
     """Otherwise prediction and run would be of different things."""
-    again = simulate_plan(replace(a_plan(), recompute="always"), PROFILE, FOUR)
-    assert again.makespan == pytest.approx(
+    recomputed = simulate_plan(replace(a_plan(), recompute="always"), PROFILE, FOUR)
+    assert recomputed.makespan == pytest.approx(
         simulate_plan(a_plan(), PROFILE, FOUR).makespan + 7 + 7 + 3
     )
 

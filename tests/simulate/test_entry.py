@@ -22,7 +22,7 @@ PLAN = Plan(
 
 
 def test_a_schedule_goes_with_costs_and_a_plan_with_profile_and_cluster():
-    """The door only dispatches: both must be what the rooms behind give."""
+    """`simulate` only dispatches: the results are those of `simulate_schedule` and `simulate_plan`."""
     costs = Costs(forward=2)
     assert simulate(MADE, costs, recompute="always") == simulate_schedule(
         MADE, costs, recompute="always"

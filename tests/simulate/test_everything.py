@@ -31,14 +31,14 @@ def networks(ranks):
 
 
 @st.composite
-def rich_costs(draw, made, amounts=AMOUNTS, links=LINKS):
+def rich_costs(draw, case, amounts=AMOUNTS, links=LINKS):
     """Costs of every kind, each by stage or by micro-batch, as a list or as a function; activations
     hold what was received.
     """
 
     def field(count, amounts=amounts):
         shape = draw(st.sampled_from(["stage", "stage", "micro-batch", "function"]))
-        count_of_all = made.micro_batches * made.batches
+        count_of_all = case.micro_batches * case.batches
         row = st.lists(amounts, min_size=count_of_all, max_size=count_of_all)
         rows = draw(st.lists(row if shape != "stage" else amounts, min_size=count, max_size=count))
         return (lambda stage, m: rows[stage][m]) if shape == "function" else rows
@@ -46,7 +46,7 @@ def rich_costs(draw, made, amounts=AMOUNTS, links=LINKS):
     def some(count):
         return draw(st.none() | st.builds(field, st.just(count)))
 
-    boundaries = made.stages - 1
+    boundaries = case.stages - 1
     by_size = draw(st.booleans())
     fields = (
         {
@@ -57,23 +57,23 @@ def rich_costs(draw, made, amounts=AMOUNTS, links=LINKS):
         if by_size
         else {"transfer": field(boundaries), "transfer_back": field(boundaries)}
     )
-    per_stage = st.lists(amounts, min_size=made.stages, max_size=made.stages)
+    per_stage = st.lists(amounts, min_size=case.stages, max_size=case.stages)
     sort = draw(st.sampled_from(links))
     return Costs(
-        forward=field(made.stages),
-        backward=field(made.stages),
-        input_grad=field(made.stages),
-        weight_grad=field(made.stages),
+        forward=field(case.stages),
+        backward=field(case.stages),
+        input_grad=field(case.stages),
+        weight_grad=field(case.stages),
         update=draw(per_stage),
-        offload=field(made.stages),
-        forward_backward=some(made.stages),
+        offload=field(case.stages),
+        forward_backward=some(case.stages),
         boundary_bytes=field(boundaries),
-        activation_bytes=field(made.stages, amounts.map(lambda x: x + 8)),
-        input_bytes=field(made.stages, amounts.map(lambda x: x + 4)),
+        activation_bytes=field(case.stages, amounts.map(lambda x: x + 8)),
+        input_bytes=field(case.stages, amounts.map(lambda x: x + 4)),
         weight_bytes=draw(per_stage),
         links=sort,
-        network=draw(networks(made.ranks)) if sort == "duplex" else None,
-        weight_versions=None if made.stream is None else 1.0,
+        network=draw(networks(case.ranks)) if sort == "duplex" else None,
+        weight_versions=None if case.stream is None else 1.0,
         **fields,
     )
 
@@ -89,22 +89,22 @@ def at(value, stage, m):
 class Prices:
     """What every op and message costs, from the words of `Costs`."""
 
-    def __init__(self, made, costs, recompute):
-        self.made, self.costs, self.recompute = made, costs, recompute
+    def __init__(self, case, costs, recompute):
+        self.case, self.costs, self.recompute = case, costs, recompute
 
     def share(self, number):
         """Micro-batch and share of a number that ops have."""
-        slicing = self.made.slicing
+        slicing = self.case.slicing
         return (
             (number, 1.0)
             if slicing is None
             else (slicing.micro_batch_of[number], slicing.share[number])
         )
 
-    def again(self, number):
+    def is_recomputed(self, number):
         """Whether it is recomputed."""
         last = (
-            self.share(number)[0] % self.made.micro_batches == self.made.micro_batches - 1
+            self.share(number)[0] % self.case.micro_batches == self.case.micro_batches - 1
         )  # of its batch
         return self.recompute == "always" or (self.recompute == "except_last" and not last)
 
@@ -123,22 +123,24 @@ class Prices:
             return 0.0
         names = {"F": "forward", "B": "backward", "I": "input_grad", "W": "weight_grad"}
         more = (
-            self.amount("forward", stage, number) if letter in "BI" and self.again(number) else 0.0
+            self.amount("forward", stage, number)
+            if letter in "BI" and self.is_recomputed(number)
+            else 0.0
         )
         return self.amount(names[letter], stage, number) + more
 
     def seconds(self, rank, index):
         """Seconds of an op where it stands."""
-        program = self.made.programs[rank]
+        program = self.case.programs[rank]
         op = program[index]
-        for pair in self.made.pairs:
+        for pair in self.case.pairs:
             if op in pair and op.kind not in (Kind.U, Kind.E, Kind.L):
                 upper = [one for one in pair if one.kind is Kind.F]
                 lower = [one for one in pair if one.kind is Kind.B]
                 if self.costs.forward_backward is not None and upper and lower:
                     more = (
                         self.amount("forward", *lower[0][1:])
-                        if self.again(lower[0].micro_batch)
+                        if self.is_recomputed(lower[0].micro_batch)
                         else 0.0
                     )
                     return self.amount("forward_backward", *upper[0][1:]) + more
@@ -206,7 +208,7 @@ def test_busy_time_is_the_union_of_a_rank_s_ops(case):
         assert line.busy[rank] == pytest.approx(sum(end - start for start, end in spans), abs=1e-9)
 
 
-def held_by(made, costs, prices, line):
+def held_by(case, costs, prices, line):
     """(rank, holder, from, to, bytes) of all that is held, from the words at the top of
     `memory.py`.
     """
@@ -215,14 +217,16 @@ def held_by(made, costs, prices, line):
     moves = {
         (e.op, e.rank): (e.start, e.end, e.to_rank) for e in line.events if e.to_rank is not None
     }
-    for (stage, number), rank in made.placement.items():
+    for (stage, number), rank in case.placement.items():
         ops = {
             op.kind: spans[rank, op]
-            for op in made.programs[rank]
+            for op in case.programs[rank]
             if op[1:] == (stage, number) and op.kind is not Kind.U
         }
         full = prices.amount("activation_bytes", stage, number)
-        saved = prices.amount("input_bytes", stage, number) if prices.again(number) else full
+        saved = (
+            prices.amount("input_bytes", stage, number) if prices.is_recomputed(number) else full
+        )
         back = ops.get(Kind.B) or ops.get(Kind.W)
         released = back[1] if back else end_of
         begins = (ops.get(Kind.B) or ops.get(Kind.I) or (released, released))[0]
@@ -251,7 +255,7 @@ def held_by(made, costs, prices, line):
             yield rank, "activations", load[0], last, saved
         for kind, neighbour in ((Kind.F, stage + 1), (Kind.B, stage - 1)):
             maker = ops.get(kind) or (ops.get(Kind.I) if kind is Kind.B else None)
-            if maker is None or not 0 <= neighbour < made.stages:
+            if maker is None or not 0 <= neighbour < case.stages:
                 continue
             made_by = (
                 [(kind, stage, number)]
@@ -260,7 +264,7 @@ def held_by(made, costs, prices, line):
             )
             op = next(op for op in made_by if (rank, op) in spans)
             size = prices.amount("boundary_bytes", min(stage, neighbour), number)
-            target = made.placement[neighbour, number]
+            target = case.placement[neighbour, number]
             arrives = moves[op, rank][1] if target != rank else maker[1]
             yield rank, "boundary", maker[1], arrives, size
             takers = [

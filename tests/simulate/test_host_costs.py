@@ -93,11 +93,11 @@ def test_the_first_stage_leaves_all_of_its_backward_to_w():
 
 def test_a_rank_of_a_cpu_hands_messages_over_itself():
     """gloo writes them from the thread that sends: the next op waits for that."""
-    stage_costs, found = costs(a_profile(), "cpu")
-    assert found.forward == pytest.approx((4 + SEND_S + MESSAGE_S, 4 + RECEIVE_S))
-    assert found.backward == pytest.approx((12 + RECEIVE_S, 12 + SEND_S + MESSAGE_S))
-    assert found.transfer == (0.5,), "then there is only the latency to wait for"
-    assert simulate_schedule(stage_costs, found).makespan > 4 * 16
+    stage_costs, result = costs(a_profile(), "cpu")
+    assert result.forward == pytest.approx((4 + SEND_S + MESSAGE_S, 4 + RECEIVE_S))
+    assert result.backward == pytest.approx((12 + RECEIVE_S, 12 + SEND_S + MESSAGE_S))
+    assert result.transfer == (0.5,), "then there is only the latency to wait for"
+    assert simulate_schedule(stage_costs, result).makespan > 4 * 16
 
 
 def test_between_hosts_a_message_moves_beside_the_ops():
@@ -150,10 +150,10 @@ def test_sender_and_receiver_lose_by_their_own_devices():
     link = replace(LINK, cpu_s_per_byte=0.0, cpu_s_per_message=0.0, busy_s_per_byte=4e-3)
     cluster = Cluster("c", (Device("d", 10**9, "cpu"),) * 2, 1, link, link)
     case_schedule = schedule("gpipe", 2, 4)
-    found = schedule_costs(
+    result = schedule_costs(
         case_schedule, [computes, sleeps], [2, 2], cluster, 8, weight_rule("flush")
     )
-    assert found.forward == pytest.approx((4 + SEND_S + 200 * 4e-3, 4 + RECEIVE_S))
+    assert result.forward == pytest.approx((4 + SEND_S + 200 * 4e-3, 4 + RECEIVE_S))
 
 
 def test_ranks_of_one_host_use_the_network_for_other_hosts_only():
@@ -168,15 +168,15 @@ def test_a_boundary_inside_hosts_and_between_them_has_costs_by_micro_batch():
     """Two pipelines of two stages on three hosts: one is inside a host, the other is not."""
     case_schedule = schedule("gpipe", 2, 4, replicas=2)
     on = Cluster("c", (Device("d", 10**9, "cpu"),) * 4, 2, LINK, LINK, node_of=(0, 0, 1, 2))
-    found = schedule_costs(case_schedule, [a_profile()] * 4, [2, 2], on, 8, weight_rule("flush"))
+    result = schedule_costs(case_schedule, [a_profile()] * 4, [2, 2], on, 8, weight_rule("flush"))
     inside = [
         case_schedule.placement[0, number] == 0 for number in range(case_schedule.micro_batches)
     ]
-    assert found.transfer == (tuple(0.5 if within else MESSAGE_S for within in inside),)
+    assert result.transfer == (tuple(0.5 if within else MESSAGE_S for within in inside),)
     hand_over_s = SEND_S + MESSAGE_S
     network_s = SEND_S + NETWORK_SEND_S + 200 * NETWORK_S_PER_BYTE
     sends = [hand_over_s if within else network_s for within in inside]
-    assert found.forward[0] == pytest.approx(tuple(4 + second for second in sends))
+    assert result.forward[0] == pytest.approx(tuple(4 + second for second in sends))
 
 
 def test_a_card_carries_one_message_at_a_time_in_each_direction():
@@ -257,8 +257,8 @@ def test_of_unlike_replicas_the_slowest_adds_up_gradients():
     profiles = [a_profile(accumulate_s_per_byte=0.1), a_profile(accumulate_s_per_byte=0.3)]
     on = Cluster("c", (Device("d", 10**9, "gpu"),) * 2, 2, LINK, LINK)
     for order in (profiles, profiles[::-1]):
-        found = schedule_costs(case_schedule, order, [4], on, 8, weight_rule("flush"))
-        ((first, *_),) = found.backward
+        result = schedule_costs(case_schedule, order, [4], on, 8, weight_rule("flush"))
+        ((first, *_),) = result.backward
         assert first == pytest.approx(24 + 0.5 * 40 * 0.3)
 
 

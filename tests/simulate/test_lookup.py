@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from tests.simulate.slow import rich_schedules
+from tests.simulate.slow import rich_schedule
 
 from penstock.schedule.catalogue import schedule
 from penstock.schedule.op import Kind, Schedule
@@ -25,8 +24,14 @@ SECONDS = {
 }
 
 
-def all_costs(rng, stages, micro_batches):
-    """Every figure given, unlike for all stages, and for all micro-batches too in some fields."""
+LINK_FIELDS = [("transfer",), ("latency", "bandwidth"), ("latency", "bandwidth", "transfer_back")]
+
+
+def all_costs(rng, stages, micro_batches, links):
+    """Every figure given, unlike for all stages, and for all micro-batches too in some fields.
+
+    `links` is the fields that set the seconds of a message.
+    """
 
     def row(count, by_micro_batch):
         if not by_micro_batch:
@@ -41,12 +46,8 @@ def all_costs(rng, stages, micro_batches):
     for name in ("recompute", "forward_backward"):
         fields[name] = row(stages, detailed) if rng.random() < 0.5 else None
     fields["boundary_bytes"] = row(stages - 1, detailed)
-    fields |= dict.fromkeys(("transfer", "transfer_back", "latency", "bandwidth"))
-    if rng.random() < 0.5:
-        fields |= {"latency": row(stages - 1, False), "bandwidth": row(stages - 1, False)}
-        fields["transfer_back"] = row(stages - 1, detailed) if rng.random() < 0.5 else None
-    else:
-        fields["transfer"] = row(stages - 1, detailed)
+    for name in links:
+        fields[name] = row(stages - 1, detailed and name not in ("latency", "bandwidth"))
     return Costs(**fields)
 
 
@@ -103,14 +104,21 @@ def message(case, costs, op):
     return share * seconds + value(costs.latency, boundary, micro_batch), share * sent
 
 
-@settings(max_examples=40)
-@given(st.randoms(use_true_random=False), rich_schedules(3), st.sampled_from(Recompute))
-def test_every_op_and_message_has_its_own_figures(rng, case, policy):
+@pytest.mark.parametrize("cut", ["", "samples", "tokens", "stream", "waves"])
+@pytest.mark.parametrize("links", LINK_FIELDS)
+def test_every_op_and_message_has_its_own_figures(cut, links):
     """Slices take their share, but the latency of a whole message; pairs what was measured of them;
     the last micro-batch of every batch is the last that recompute leaves out.
     """
-    numbers = len(case.slicing.shares) if case.slicing is not None else case.slices
-    costs = all_costs(rng, case.stages, numbers)
+    for seed, policy in enumerate([*Recompute, *Recompute]):
+        case = rich_schedule(seed, 4, cut)
+        numbers = len(case.slicing.shares) if case.slicing is not None else case.slices
+        costs = all_costs(random.Random(seed), case.stages, numbers, links)
+        check_tables(case, costs, policy)
+
+
+def check_tables(case, costs, policy):
+    """Compare every entry with the sums written out here."""
     tables = tables_of(case, costs, policy)
     in_pair = {}
     for first, second in case.pairs:
@@ -122,8 +130,8 @@ def test_every_op_and_message_has_its_own_figures(rng, case, policy):
         if costs.forward_backward is not None and is_f_and_b:
             micro_batch, share = micro_batch_of(case, forward)
             _, backward_share = micro_batch_of(case, backward)
-            again = backward_share * recompute_seconds(case, costs, backward, policy)
-            total = share * value(costs.forward_backward, forward.stage, micro_batch) + again
+            recompute_s = backward_share * recompute_seconds(case, costs, backward, policy)
+            total = share * value(costs.forward_backward, forward.stage, micro_batch) + recompute_s
         in_pair[first] = in_pair[second] = total
     for row, op in enumerate(case.ops):
         expected = in_pair.get(op, alone_seconds(case, costs, op, policy))

@@ -92,6 +92,22 @@ def test_either_kind_of_bytes_alone_is_counted():
     assert peak_memory(case_schedule, Costs(activation_bytes=3), "always") == (3, 3)
 
 
+def test_a_backward_that_takes_no_time_holds_its_gradient_until_it_ends():
+    """At second 9 rank 0 has two inputs of 2 bytes, 8 that run again, and a gradient of 5 that came
+    before; the gradient of micro-batch 1 is taken at the second at which it comes.
+    """
+    case = Schedule.parse("0F0 0F1 0B0 0B1 0U1\n1F0 1B0 1F1 1B1 1U1")
+    costs = Costs(
+        forward=[[0, 9], 1], backward=[0, 1], activation_bytes=10, input_bytes=2, boundary_bytes=5
+    )
+    timeline = simulate_schedule(case, costs, recompute="always")
+    assert timeline.peak_memory[0] == 2 + 2 + 8 + 5
+    assert timeline.memory[0].peak_at == 9
+    assert timeline.memory_holders[0] == {
+        "weights": 0, "gradients": 0, "optimizer": 0, "activations": 4, "boundary": 5, "recompute": 8
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("recompute", "expected"),
     [
@@ -188,21 +204,21 @@ def slow_peak(case_schedule, rank, prices, policy, after_input_grad, base):
             return prices.amount(name, stage, number)
 
         full = amount("activation_bytes")
-        saved, again = full, 0.0
+        saved, recomputed = full, 0.0
         if policy == "selective":
             saved = amount("saved_bytes")
             peak, rest = amount("recompute_peak_bytes"), max(full - saved, 0.0)
-            again = peak if op.kind is Kind.B else rest
-        elif prices.again(number):
+            recomputed = peak if op.kind is Kind.B else rest
+        elif prices.is_recomputed(number):
             saved = amount("input_bytes")
-            again = full - saved
+            recomputed = full - saved
         after = amount("activation_bytes_after_input_grad")
         is_owner = case_schedule.placement[stage, number] == rank
         start, end = {
             Kind.F: (saved, 0.0),
-            Kind.B: (again, -again - saved),
-            Kind.I: (again, -again - saved + after if after_input_grad else 0.0),
-            Kind.W: (0.0, -after if after_input_grad else -saved - again),
+            Kind.B: (recomputed, -recomputed - saved),
+            Kind.I: (recomputed, -recomputed - saved + after if after_input_grad else 0.0),
+            Kind.W: (0.0, -after if after_input_grad else -saved - recomputed),
             Kind.E: (0.0, -saved) if is_owner else (saved, 0.0),
             Kind.L: (saved, 0.0) if is_owner else (0.0, -saved),
         }[op.kind]

@@ -118,29 +118,27 @@ FAMILIES = st.builds(
 )
 @settings(deadline=None, max_examples=150)
 def test_every_start_and_end_agrees_with_the_reference(case, overlap, recompute):
-    """Two simulators by two roads: a longest path over a graph, and ranks that step until they are
-    done.
-    """
+    """Two algorithms: a longest path over a graph, and ranks that take their ops in turn."""
     case_schedule, costs = case
     names = {"F": "forward", "B": "backward", "I": "input_grad", "W": "weight_grad", "U": "update"}
 
     def seconds(letter, stage, m):
-        again = recompute == "always" or (
+        is_recomputed = recompute == "always" or (
             recompute == "except_last" and m < case_schedule.micro_batches - 1
         )
         return getattr(costs, names[letter])[stage] + (
-            costs.forward[stage] if again and letter in "BI" else 0
+            costs.forward[stage] if is_recomputed and letter in "BI" else 0
         )
 
     def hop(boundary, up):
         return (costs.transfer if up else costs.transfer_back)[boundary]
 
     line = simulate_schedule(case_schedule, costs, overlap=overlap, recompute=recompute)
-    got = {
+    times = {
         (event.rank, str(event.op), event.start, event.end, event.to_rank) for event in line.events
     }
-    assert len(got) == len(line.events)
-    assert got == reference(case_schedule.programs, seconds, hop, overlap)
+    assert len(times) == len(line.events)
+    assert times == reference(case_schedule.programs, seconds, hop, overlap)
     assert line.peak_in_flight == verify(case_schedule).peak_in_flight
     assert [
         [e.op for e in line.compute if e.rank == rank] for rank in range(case_schedule.ranks)

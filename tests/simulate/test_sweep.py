@@ -172,8 +172,8 @@ def test_bytes_of_ranks_count_for_each_vector_that_gives_them(buffers):
     ]
     expected = [simulate_schedule(case_schedule, vector).peak_memory for vector in costs]
     assert len(set(expected)) == len(costs)
-    found = simulate_many(case_schedule, costs).peak_memory
-    assert [tuple(row) for row in found.tolist()] == expected
+    peaks = simulate_many(case_schedule, costs).peak_memory
+    assert [tuple(row) for row in peaks.tolist()] == expected
 
 
 @pytest.mark.parametrize("policy", ["never", "always", "selective"])

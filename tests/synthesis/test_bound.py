@@ -88,15 +88,15 @@ def test_the_bound_of_any_placement_is_the_least_of_all():
         forward=(0.5, 1.0, 2.0, 0.5), backward=(1.0, 2.0, 4.0, 1.0), transfer=(3.0, 0.5, 3.0)
     )
     settings_any = Settings(placement="any", ranks=2, budget_s=0.0)
-    found = synthesise(costs, 4, settings_any)
+    result = synthesise(costs, 4, settings_any)
     bounds = {
         placement: lower_bound(problem_of(costs, 4, Constraints(placement, ranks=2)))
         for placement in ("interleaved", "v")
     }
     least = min(bounds.values())
-    assert bounds[found.placement] > least
-    assert found.lower_bound == least
-    assert found.gap == pytest.approx(found.makespan / least - 1)
+    assert bounds[result.placement] > least
+    assert result.lower_bound == least
+    assert result.gap == pytest.approx(result.makespan / least - 1)
 
 
 def end_of(ops):

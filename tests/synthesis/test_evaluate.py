@@ -172,7 +172,7 @@ def test_programs_are_valid_if_ops_of_a_copy_are_in_order_and_all_fits():
                 row[i], row[j] = row[j], row[i]
                 encoding.codes[rank, : len(row)] = row
             count = {}
-            held = peak = 0
+            bytes_held = peak = 0
             is_ordered = True
             for code in row:
                 copy, kind = divmod(code, 4)
@@ -182,8 +182,8 @@ def test_programs_are_valid_if_ops_of_a_copy_are_in_order_and_all_fits():
                 # Halves pair up among themselves, but any backward lets the next W run.
                 is_ordered &= kind != W or kinds[1] > kinds[W]
                 count[copy, kind] = kinds[kind] + 1
-                held += size * ((kind == F) - (kind in (W, B)))
-                peak = max(peak, held)
+                bytes_held += size * ((kind == F) - (kind in (W, B)))
+                peak = max(peak, bytes_held)
             expected = is_ordered and peak <= problem.limits[rank]
             exact += expected and peak == problem.limits[rank]
             assert is_valid(spec, encoding, work, rank) == expected

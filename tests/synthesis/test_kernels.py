@@ -32,22 +32,22 @@ COSTS = Costs(forward=(3.0, 1.0, 4.0, 1.5), input_grad=(5.0, 2.0, 2.0, 3.0), wei
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_words_of_a_schedule_take_its_simulated_time_and_read_back_the_same(name):
+def test_an_encoded_schedule_takes_its_simulated_time_and_is_decoded_to_the_same_time(name):
     """The kernel's rules are the simulator's: rank after rank, links in the order of sending."""
-    made = schedule(name, 4, 8)
+    case = schedule(name, 4, 8)
     problem = problem_of(COSTS, 8, Constraints(NAMES[name]))
-    spec = problem.spec(route_counts(problem, made))
-    encoding, work = encode(problem, spec, made), make_workspace(spec)
-    expected = simulate_schedule(made, COSTS).makespan
+    spec = problem.spec(route_counts(problem, case))
+    encoding, work = encode(problem, spec, case), make_workspace(spec)
+    expected = simulate_schedule(case, COSTS).makespan
     assert evaluate(spec, encoding, work) == pytest.approx(expected, abs=1e-9)
     assert simulate_schedule(
         decode(problem, spec, encoding, work), COSTS
     ).makespan == pytest.approx(expected, abs=1e-9)
-    assert all(is_valid(spec, encoding, work, rank) for rank in range(made.ranks))
+    assert all(is_valid(spec, encoding, work, rank) for rank in range(case.ranks))
 
 
-def test_programs_that_wait_in_a_circle_have_no_time():
-    """A move may tie two ranks into a knot; the search must see that, and not hang."""
+def test_programs_that_deadlock_have_no_makespan():
+    """A move of the search may make two ranks wait for each other."""
     problem = problem_of(COSTS, 2, Constraints("linear"))
     spec = problem.spec((2,))
     encoding, work = encode(problem, spec, schedule("gpipe", 4, 2)), make_workspace(spec)

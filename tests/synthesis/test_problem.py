@@ -63,8 +63,8 @@ def test_derived_costs_are_the_least_of_a_whole_and_a_split_backward():
     assert stage_costs.in_bytes
     assert not StageCosts.of(Costs(forward=(1.0,)), 1).in_bytes
     assert StageCosts.of(Costs(forward=(1.0, 2.0)), 2).memory == (1.0, 1.0)
-    again = StageCosts.of(stage_costs.costs(), 4)
-    assert again.seconds == stage_costs.seconds
+    restored = StageCosts.of(stage_costs.costs(), 4)
+    assert restored.seconds == stage_costs.seconds
     whole = stage_costs.unsplit()
     assert (whole.input_grad, whole.weight_grad) == (COSTS.backward, (0.0,) * 4)
     pairs = stage_costs.with_pairs((14.0, 12.0, 15.5, 20.0))

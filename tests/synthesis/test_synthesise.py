@@ -32,27 +32,35 @@ UNEVEN = Costs(
 )
 
 
-def settings_of(room, **more):
-    """Settings that ask for that room."""
-    return Settings(placement=room.placement, memory_limit=room.memory_limit, budget_s=1000, **more)
+def settings_of(constraints, **more):
+    """Settings with these constraints."""
+    return Settings(
+        placement=constraints.placement,
+        memory_limit=constraints.memory_limit,
+        budget_s=1000,
+        **more,
+    )
 
 
 @settings(max_examples=12, **QUIET)
 @given(problems(stages=(2, 4, 6, 8), micro_batches=8, whole=False))
 def test_what_is_found_is_sound_and_within_the_limit_and_no_longer_than_the_zoo(request_):
-    """The promise of the search, on costs that nobody chose; halves that cost more than the whole,
-    and updates, included.
+    """The promise of the search, on random costs, with updates and halves that cost more than the
+    whole.
     """
-    costs, m, room = request_
-    found = synthesise(costs, m, settings_of(room, max_rounds=2))
-    verify(found.schedule)
-    assert found.makespan == simulate_schedule(found.schedule, costs).makespan
-    assert room.memory_limit is None or max(held(found.schedule, costs)) <= room.memory_limit
-    zoo = best_of_zoo(costs, m, problem_of(costs, m, room).routes, room.memory_limit)
-    assert found.makespan <= min(zoo.values(), default=math.inf)
-    assert found.lower_bound <= found.makespan
-    assert found.gap == pytest.approx(
-        found.makespan / found.lower_bound - 1 if found.lower_bound else 0.0
+    costs, m, constraints = request_
+    result = synthesise(costs, m, settings_of(constraints, max_rounds=2))
+    verify(result.schedule)
+    assert result.makespan == simulate_schedule(result.schedule, costs).makespan
+    assert (
+        constraints.memory_limit is None
+        or max(held(result.schedule, costs)) <= constraints.memory_limit
+    )
+    zoo = best_of_zoo(costs, m, problem_of(costs, m, constraints).routes, constraints.memory_limit)
+    assert result.makespan <= min(zoo.values(), default=math.inf)
+    assert result.lower_bound <= result.makespan
+    assert result.gap == pytest.approx(
+        result.makespan / result.lower_bound - 1 if result.lower_bound else 0.0
     )
 
 
@@ -62,23 +70,23 @@ def test_bound_search_and_proof_agree_with_an_independent_optimum(request_):
     """No bound above it, no schedule below it, and the proof right on it: the model of the test
     shares no code with ours.
     """
-    costs, m, room = request_
-    problem = problem_of(costs, m, room)
+    costs, m, constraints = request_
+    problem = problem_of(costs, m, constraints)
     least = optimum(problem)
     assert lower_bound(problem) <= least + 1e-9
-    found = synthesise(costs, m, settings_of(room, max_rounds=3, exact=True))
-    verify(found.schedule)
-    assert found.proved
-    assert found.makespan == pytest.approx(least, abs=1e-6)
-    assert synthesise(costs, m, settings_of(room, max_rounds=3)).makespan >= least - 1e-9
+    result = synthesise(costs, m, settings_of(constraints, max_rounds=3, exact=True))
+    verify(result.schedule)
+    assert result.proved
+    assert result.makespan == pytest.approx(least, abs=1e-6)
+    assert synthesise(costs, m, settings_of(constraints, max_rounds=3)).makespan >= least - 1e-9
 
 
 @pytest.mark.parametrize("limit", [None, 4, 2])
 def test_four_stages_and_six_micro_batches_are_proved_within_the_default_budget(limit):
-    """The size up to which researchers are promised a proof."""
-    found = synthesise(UNEVEN, 6, Settings(exact=True, memory_limit=limit))
-    assert found.proved
-    assert found.gap <= 1e-6
+    """The documentation promises proofs up to this size."""
+    result = synthesise(UNEVEN, 6, Settings(exact=True, memory_limit=limit))
+    assert result.proved
+    assert result.gap <= 1e-6
 
 
 def test_annealing_reaches_the_optimum_of_small_problems():
@@ -94,9 +102,9 @@ def test_annealing_reaches_the_optimum_of_small_problems():
 
 
 def test_same_seed_and_rounds_give_the_same_schedule():
-    """Where the clock does not decide, nothing but the seed does."""
-    wish = Settings(memory_limit=3, budget_s=1000, max_rounds=3, seed=7)
-    assert synthesise(UNEVEN, 8, wish).schedule == synthesise(UNEVEN, 8, wish).schedule
+    """Only the seed and the work decide, not the clock."""
+    options = Settings(memory_limit=3, budget_s=1000, max_rounds=3, seed=7)
+    assert synthesise(UNEVEN, 8, options).schedule == synthesise(UNEVEN, 8, options).schedule
 
 
 def test_a_budget_of_nothing_still_gives_a_schedule():
@@ -111,35 +119,35 @@ def test_a_budget_of_nothing_still_gives_a_schedule():
 
 def test_any_placement_is_the_best_of_all_that_fit():
     """`any` must not lose to a placement asked for by name; here two stages to a rank cannot pay."""
-    each = {
+    by_placement = {
         name: synthesise(UNEVEN, 6, Settings(placement=name, budget_s=1000, max_rounds=1))
         for name in ("linear", "v", "interleaved", "bidirectional")
     }
-    found = synthesise(UNEVEN, 6, Settings(placement="any", budget_s=1000, max_rounds=1))
-    assert found.makespan == min(each.values(), key=lambda one: one.makespan).makespan
-    assert found.lower_bound <= min(one.makespan for one in each.values())
+    result = synthesise(UNEVEN, 6, Settings(placement="any", budget_s=1000, max_rounds=1))
+    assert result.makespan == min(by_placement.values(), key=lambda one: one.makespan).makespan
+    assert result.lower_bound <= min(one.makespan for one in by_placement.values())
 
 
 def test_any_placement_with_half_the_ranks_leaves_out_those_that_need_all():
     """`ranks` is how many devices there are."""
-    found = synthesise(UNEVEN, 6, Settings(placement="any", ranks=2, budget_s=1000, max_rounds=0))
-    assert found.schedule.ranks == 2
-    assert found.placement in {"v", "interleaved"}
+    result = synthesise(UNEVEN, 6, Settings(placement="any", ranks=2, budget_s=1000, max_rounds=0))
+    assert result.schedule.ranks == 2
+    assert result.placement in {"v", "interleaved"}
 
 
 def test_backwards_stay_whole_where_halves_are_not_wanted():
     """Some layers cannot split their backward."""
-    found = synthesise(UNEVEN, 6, Settings(split=False, budget_s=1000, max_rounds=2))
-    assert not found.schedule.splits_backward
-    assert found.makespan <= simulate_schedule(schedule("1f1b", 4, 6), UNEVEN).makespan
+    result = synthesise(UNEVEN, 6, Settings(split=False, budget_s=1000, max_rounds=2))
+    assert not result.schedule.splits_backward
+    assert result.makespan <= simulate_schedule(schedule("1f1b", 4, 6), UNEVEN).makespan
 
 
 def test_halves_are_joined_where_that_costs_nothing():
     """Real halves cost a little more than the whole: on one rank, where nobody waits, none is left."""
-    found = synthesise(
+    result = synthesise(
         Costs(forward=(1.0,), backward=(2.0,)), 4, Settings(budget_s=1000, max_rounds=1)
     )
-    assert not any(op.kind in (Kind.I, Kind.W) for op in found.schedule.ops)
+    assert not any(op.kind in (Kind.I, Kind.W) for op in result.schedule.ops)
 
 
 def test_whole_backwards_are_chosen_where_halves_cost_more():
@@ -147,9 +155,9 @@ def test_whole_backwards_are_chosen_where_halves_cost_more():
     costs = Costs(
         forward=(1.0,) * 4, backward=(2.0,) * 4, input_grad=(1.5,) * 4, weight_grad=(2.0,) * 4
     )
-    found = synthesise(costs, 8, Settings(budget_s=1000, max_rounds=6))
-    assert found.makespan <= simulate_schedule(schedule("1f1b", 4, 8), costs).makespan
-    assert sum(op.kind is Kind.B for op in found.schedule.ops) > 16
+    result = synthesise(costs, 8, Settings(budget_s=1000, max_rounds=6))
+    assert result.makespan <= simulate_schedule(schedule("1f1b", 4, 8), costs).makespan
+    assert sum(op.kind is Kind.B for op in result.schedule.ops) > 16
 
 
 def test_limits_may_differ_by_rank_and_count_bytes():
@@ -157,30 +165,30 @@ def test_limits_may_differ_by_rank_and_count_bytes():
     for it.
     """
     costs = Costs(forward=(1.0, 1.0, 1.0), activation_bytes=(2**20, 2**21, 2**20))
-    found = synthesise(
+    result = synthesise(
         costs, 6, Settings(memory_limit=("2 MiB", "4 MiB", 2**21), budget_s=1000, max_rounds=1)
     )
     assert [
         peak <= limit
-        for peak, limit in zip(held(found.schedule, costs), (2**21, 2**22, 2**21), strict=True)
+        for peak, limit in zip(held(result.schedule, costs), (2**21, 2**22, 2**21), strict=True)
     ] == [True] * 3
 
 
 def test_latency_and_bandwidth_are_transfers_as_simulate_has_them():
     """The kernels' seconds must be the simulator's, or bounds and programs are for other links."""
     costs = Costs(forward=(1.0, 2.0, 1.0), latency=0.25, bandwidth=4.0, boundary_bytes=2.0)
-    found = synthesise(costs, 4, Settings(exact=True))
+    result = synthesise(costs, 4, Settings(exact=True))
     plain = synthesise(Costs(forward=(1.0, 2.0, 1.0), transfer=0.75), 4, Settings(exact=True))
-    assert found.proved
-    assert found.makespan == plain.makespan
+    assert result.proved
+    assert result.makespan == plain.makespan
 
 
 def test_links_that_are_shared_leave_the_zoo_unbeaten_and_the_bound_valid():
     """The search counts on links of their own; what it finds is compared as the costs have it."""
     costs = Costs(forward=(1.0, 2.0, 1.0, 2.0), transfer=1.0, links="shared")
-    found = synthesise(costs, 6, Settings(budget_s=1000, max_rounds=1))
+    result = synthesise(costs, 6, Settings(budget_s=1000, max_rounds=1))
     zoo = best_of_zoo(costs, 6, ((0, 1, 2, 3),), None)
-    assert found.lower_bound <= found.makespan <= min(zoo.values())
+    assert result.lower_bound <= result.makespan <= min(zoo.values())
 
 
 def test_a_limit_below_one_micro_batch_is_refused_with_what_is_needed():
@@ -193,7 +201,7 @@ def test_a_limit_below_one_micro_batch_is_refused_with_what_is_needed():
 
 
 @pytest.mark.parametrize(
-    ("wish", "message"),
+    ("options", "message"),
     [
         ({"placement": "circle"}, "no placement 'circle': take one of linear"),
         ({"placement": "v", "ranks": 3}, "placement 'v' of 4 stages has 2 ranks, not 3"),
@@ -207,10 +215,10 @@ def test_a_limit_below_one_micro_batch_is_refused_with_what_is_needed():
         ({"seed": 0.5}, "seed of 0 or more, not 0.5"),
     ],
 )
-def test_settings_that_make_no_sense_are_refused(wish, message):
+def test_settings_that_make_no_sense_are_refused(options, message):
     """Each message says what is taken instead."""
     with pytest.raises(ScheduleError, match=message):
-        synthesise(UNEVEN, 4, Settings(**wish))
+        synthesise(UNEVEN, 4, Settings(**options))
 
 
 def test_shapes_that_a_placement_cannot_have_are_refused():
@@ -260,12 +268,12 @@ def test_preemptive_bound_is_that_of_the_fullest_subset(jobs):
         [job for i, job in enumerate(jobs) if mask >> i & 1 and job[1]]
         for mask in range(1, 2 ** len(jobs))
     ]
-    found = [
+    bounds = [
         min(h for h, _, _ in some) + sum(p for _, p, _ in some) + min(t for *_, t in some)
         for some in subsets
         if some
     ]
-    assert preemptive(jobs) == max(found, default=0)
+    assert preemptive(jobs) == max(bounds, default=0)
 
 
 def test_the_bound_is_one_for_a_zoo_schedule_that_hands_activations_to_partners():
@@ -275,9 +283,9 @@ def test_the_bound_is_one_for_a_zoo_schedule_that_hands_activations_to_partners(
     costs = Costs(
         forward=(1.0,) * 8, backward=(2.0,) * 8, input_grad=(2.0,) * 8, weight_grad=(2.0,) * 8
     )
-    found = synthesise(costs, 16, Settings(memory_limit=5, budget_s=1000, max_rounds=0))
+    result = synthesise(costs, 16, Settings(memory_limit=5, budget_s=1000, max_rounds=0))
     bpipe = simulate_schedule(schedule("bpipe", 8, 16), costs).makespan
-    assert found.lower_bound <= found.makespan <= bpipe
+    assert result.lower_bound <= result.makespan <= bpipe
 
 
 @pytest.mark.parametrize(
@@ -297,8 +305,8 @@ def test_work_follows_from_the_budget_or_is_given(options, rounds, rule_ops):
     """The clock only ends a search that takes longer than usual: the same budget must give the same
     result on every machine. The larger part of a budget with a proof is for the proof.
     """
-    wish = Settings(**options)
-    assert (wish.rounds, wish.rule_ops) == (rounds, rule_ops)
+    options = Settings(**options)
+    assert (options.rounds, options.rule_ops) == (rounds, rule_ops)
 
 
 class FakeTask:

@@ -40,23 +40,23 @@ def case_peaks(case):
 def test_candidates_stand_on_the_routes_of_the_problem_and_fit_and_are_unlike(placement):
     """All synchronous ones without slices, each program once."""
     free = problem_of(COSTS, 4, Constraints(placement))
-    found = list(candidates(free))
-    assert len({case.programs for case in found}) == len(found)
-    for case in found:
+    schedules = list(candidates(free))
+    assert len({case.programs for case in schedules}) == len(schedules)
+    for case in schedules:
         assert case.synchronous
         assert case.slicing is None
         routes = {
             tuple(case.placement[stage, m] for stage in range(4)) for m in range(case.micro_batches)
         }
         assert routes == set(free.routes)
-    tight = [max(case_peaks(case)) for case in found]
+    tight = [max(case_peaks(case)) for case in schedules]
     counted = Costs(forward=COSTS.forward)
     for limit in set(tight):
         problem = problem_of(counted, 4, Constraints(placement, limit))
         names = {case.name for case in candidates(problem)}
         expected = {
             case.name
-            for case, peaks in zip(found, tight, strict=True)
+            for case, peaks in zip(schedules, tight, strict=True)
             if peaks <= limit or max(peak_memory(problem, case)) <= limit
         }
         assert names == expected

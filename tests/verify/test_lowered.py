@@ -29,7 +29,7 @@ def lowered_from(text):
 @given(custom_schedules(synchronous=True), st.integers(0, 3))
 @settings(deadline=None, max_examples=100)
 def test_what_lower_adds_to_any_sound_schedule_passes(schedule, ahead):
-    """The runtime plays this very form: a verifier that refused it would be wrong, or the runtime
+    """The runtime runs this form: a verifier that refused it would be wrong, or the runtime
     would. Receives that wait for nothing need no deeper channels than those that wait where they
     stand.
     """

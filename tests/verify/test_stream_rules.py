@@ -181,15 +181,15 @@ def test_copies_with_waves_take_whole_batches_of_several_micro_batches():
 def test_a_gradient_belongs_to_the_batch_of_the_last_one_before_its_update():
     """After two batches in one update each further gradient is held against the newest batch."""
     case = stream("0F0 0F1 0F2 0B0 0B1 0B2 0U1 0U2 0U3", 3)
-    found, _ = findings_of(case)
-    assert [entry for entry in found if entry[1].startswith("0B")] == [
+    findings, _ = findings_of(case)
+    assert [entry for entry in findings if entry[1].startswith("0B")] == [
         ("update", "0B1", 0),
         ("update", "0B2", 0),
     ]
     forwards = " ".join(f"0F{number}" for number in range(6))
     case = stream(f"{forwards} 0B0 0B1 0U1 0B2 0B3 0B4 0B5 0U2 0U3", 3)
-    found, message = findings_of(case)
-    assert [entry[1] for entry in found if entry[1].startswith("0B")] == ["0B4"]
+    findings, message = findings_of(case)
+    assert [entry[1] for entry in findings if entry[1].startswith("0B")] == ["0B4"]
     assert "0B4 on rank 0 is of batch 2, but batch 1 has had no U" in message
 
 

@@ -17,7 +17,7 @@ from penstock.verify.verify import verify
 @given(custom_schedules(), st.integers(0, 6))
 @settings(deadline=None, max_examples=150)
 def test_any_schedule_that_is_sound_by_construction_passes(schedule, limit):
-    """A verifier that refuses good schedules is worked around, and then verifies nothing."""
+    """Its peaks are those of a walk through the programs, and a limit is refused only below them."""
     report = verify(schedule)
     held = [0] * schedule.ranks
     peaks = [0] * schedule.ranks
@@ -159,7 +159,7 @@ def test_any_schedule_that_lacks_an_op_or_has_one_twice_is_refused_by_its_name(s
     ],
 )
 def test_a_planted_fault_is_found_and_named(text, finding, message):
-    """Rule, op and rank are the whole diagnosis; tools read the fields, people the text."""
+    """Programs read rule, op and rank from the fields, people from the text."""
     with pytest.raises(ScheduleError, match=message) as caught:
         verify(Schedule.parse(text))
     assert finding in [(f.rule, f.op, f.rank) for f in caught.value.findings]
@@ -196,7 +196,7 @@ def test_copies_that_update_in_opposite_orders_are_refused():
 
 
 def test_a_cycle_over_two_ranks_names_both():
-    """Who waits for whom is the whole diagnosis."""
+    """Each rank's finding has the op that cannot start, and the op that it waits for."""
     findings, message = findings_of("0F0 0B0 0F1 0B1 0U1\n1F0 1F1 1B0 1B1 1U1")
     assert findings == [("no cycle", "0B0", 0), ("no cycle", "1F1", 1)]
     assert message.splitlines() == [
@@ -225,8 +225,8 @@ def test_the_limit_counts_all_stages_of_a_rank():
     assert findings == [("in flight", "1F0", 0)]
 
 
-def test_many_findings_are_counted_and_the_first_twelve_told():
-    """The terminal shows what matters; the exception has them all."""
+def test_many_findings_are_counted_and_the_first_twelve_listed():
+    """A terminal has little space; the exception has all findings."""
     findings, message = findings_of(" ".join(f"0F{m}" for m in range(20)))
     assert len(findings) == 20
     assert "(20 findings, worst first)" in message
@@ -278,9 +278,7 @@ def test_negative_numbers_are_refused():
     ],
 )
 def test_a_huge_number_with_a_gap_below_it_is_one_finding_at_once(text, op):
-    """A stray digit in a file must not keep the verifier busy, or its memory full, for a trillion
-    micro-batches.
-    """
+    """A typing error in a number must not take the time and memory of a trillion micro-batches."""
     findings, _ = findings_of(text)
     assert op in [name for _, name, _ in findings]
     assert len(findings) < 5
@@ -336,7 +334,7 @@ def test_staleness_of_pipedream_is_p_minus_1_minus_s(stages, batches):
 
 
 def test_staleness_of_a_split_backward_counts_at_the_weight_gradient():
-    """The gradient is made by W: an update between I and W makes it older."""
+    """W computes the gradient: an update between I and W makes it older."""
     report = verify(Schedule.parse("0F0 0F1 0I0 0I1 0W0 0U1 0W1 0U2", synchronous=False))
     assert (report.staleness_max, report.staleness_mean) == ((1,), (0.5,))
     assert report.peak_in_flight == (2,)

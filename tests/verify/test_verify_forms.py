@@ -51,7 +51,7 @@ def test_a_copy_without_an_update_is_refused():
     st.randoms(use_true_random=False),
 )
 @settings(deadline=None, max_examples=40)
-def test_copies_that_come_to_two_meetings_in_two_orders_are_refused(numbers, rng):
+def test_copies_that_update_two_stages_in_opposite_orders_are_refused_on_any_rank(numbers, rng):
     """On one rank of two that share two stages, the meetings are put the other way round, at the
     end of the program.
     """
@@ -74,8 +74,8 @@ def test_copies_that_come_to_two_meetings_in_two_orders_are_refused(numbers, rng
     )
 
 
-def test_a_meeting_too_early_on_one_rank_is_refused_where_it_makes_a_circle():
-    """Rank 0 meets for stage 0 before it makes the gradient that rank 1 needs to get there."""
+def test_an_update_that_is_too_early_on_one_rank_is_refused_as_a_cycle():
+    """Rank 0 waits in the U of stage 0 before it computes a gradient that rank 1 needs first."""
     verify(Schedule.parse("0F0 1F1 0B0 1B1 0U1 1U1\n0F1 1F0 1B0 0B1 0U1 1U1"))
     findings, message = refused(Schedule.parse("0F0 1F1 0B0 0U1 1B1 1U1\n0F1 1F0 1B0 0B1 0U1 1U1"))
     assert findings == [("no cycle", "0U1", 0), ("no cycle", "0B1", 1)]
@@ -106,7 +106,7 @@ def test_evictions_move_micro_batches_from_rank_to_rank():
 
 
 def test_what_a_partner_takes_in_counts_against_its_limit():
-    """Balance moves memory, it does not make any."""
+    """Balancing moves memory to other ranks, and these have limits too."""
     text = "0F0 0F1 0E1 0B0 0L1 0B1 0U1\n1F0 0E1 1F1 1B0 0L1 1B1 1U1"
     findings, message = refused(Schedule.parse(text), limit=1)
     assert findings == [("in flight", "0E1", 1), ("in flight", "0F1", 0)]
@@ -148,7 +148,7 @@ def test_a_planted_fault_of_eviction_is_found_and_named(rank, old, new, finding,
 
 
 def test_an_eviction_after_what_waits_for_it_is_refused():
-    """A circle: the partner's E comes after an op whose input needs it."""
+    """A cycle: the partner's E comes after an op whose input needs it."""
     findings, message = refused(
         changed(
             3, "3F1 3B1 3F2 3B2 3F3 0L2 3B3 3F4 3B4 0E5", "0E5 3F1 3B1 3F2 3B2 3F3 0L2 3B3 3F4 3B4"
@@ -208,14 +208,14 @@ def test_any_eviction_or_load_that_is_taken_out_is_missed(rng):
     ],
 )
 def test_a_pair_that_cannot_run_as_one_is_refused(text, op, message):
-    """A compound begins when all is there that either needs."""
+    """A pair starts when the inputs of both ops are there."""
     findings, full_message = refused(Schedule.parse(text))
     assert ("pair", op, None) in findings
     assert message in full_message
 
 
 def test_a_pair_of_ops_apart_is_refused():
-    """Something would run in its midst."""
+    """Another op would run between its two ops."""
     schedule = Schedule.parse("0F0 0F1 0B0 0F2 0B1 0B2 0U1")
     separated_pair = replace(schedule, pairs=frozenset({(Op.parse("0F1"), Op.parse("0F2"))}))
     findings, message = refused(separated_pair)
@@ -257,7 +257,7 @@ def test_the_peak_of_slices_is_counted_in_micro_batches():
     assert "rank 0 holds 2.5 micro-batches in flight, over the limit of 2" in message
 
 
-def test_thirds_do_not_pass_a_limit_by_the_dust_of_floats():
+def test_thirds_do_not_exceed_a_limit_by_rounding():
     """3 x 1/3 is 1."""
     assert verify(
         schedule("seq1f1b", 2, 9, slices=3), in_flight_limit=2

@@ -118,7 +118,7 @@ def test_faults_of_evictions_pairs_and_copies_are_named(text, finding, message):
 
 
 def test_pairs_must_be_adjacent_in_their_order():
-    """And each stands in one pair."""
+    """An op that is elsewhere, or in the other order, cannot run as one with the other."""
     sound = Schedule.parse("0F0 0F1 0B0 0B1 0U1", "mine")
     one, two = Op.parse("0F1"), Op.parse("0B0")
     assert verify(replace(sound, pairs={(one, two)})).peak_on_rank == (2,)
@@ -167,9 +167,9 @@ def test_updates_are_counted_against_the_copy_that_has_most(most):
     rows = []
     for rank in range(3):
         rows.append(f"0F{rank} 0B{rank} 0U1" + (" 0U2" if rank == most else ""))
-    found, message = findings_of("\n".join(rows), synchronous=False)
+    findings, message = findings_of("\n".join(rows), synchronous=False)
     others = [rank for rank in range(3) if rank != most]
-    assert [entry for entry in found if entry[1] == "0U2"] == [
+    assert [entry for entry in findings if entry[1] == "0U2"] == [
         ("update", "0U2", rank) for rank in others
     ]
     assert f"stage 0 has 2 U on rank {most}, but 1 on rank {others[0]}" in message

@@ -52,8 +52,8 @@ def test_the_mean_staleness_of_a_stream_is_that_of_the_full_pipeline_whatever_it
         assert verify(pipedream).staleness_mean == (1.5, 1.0, 0.5, 0.0)
 
 
-def test_asynchronous_programs_that_do_not_say_how_they_go_on_read_the_newest():
-    """User's text: nothing is known but the order, so nothing is said to be kept."""
+def test_asynchronous_programs_without_a_stream_read_the_newest_weights():
+    """Only the order of ops is known, so no older version can be promised."""
     report = verify(Schedule.parse("0F0 0F1 0B0 0U1 0B1 0U2", synchronous=False))
     assert (report.weights, report.staleness_max, report.staleness_mean, report.versions) == (
         "none",
@@ -65,8 +65,8 @@ def test_asynchronous_programs_that_do_not_say_how_they_go_on_read_the_newest():
     assert (report.weights, report.staleness_max, report.versions) == ("stash", (1,), (2,))
 
 
-def test_the_door_hands_the_rule_on_with_and_without_transfers():
-    """One door for both."""
+def test_the_public_function_passes_the_rule_on_with_and_without_transfers():
+    """`ps.verify` takes schedules and lowered schedules."""
     pipedream = schedule("pipedream", 3)
     assert ps.verify(pipedream, weights="vertical-sync").versions == (3, 3, 3)
     assert ps.verify(pipedream).versions == (3, 2, 1)
@@ -117,20 +117,20 @@ def test_the_door_hands_the_rule_on_with_and_without_transfers():
 def test_a_rule_that_does_not_go_with_the_schedule_is_a_finding(
     name, micro_batches, weights, message
 ):
-    """Double buffers with M < S are the issue's own example: refused with the reason."""
+    """The message has the reason, such as too few micro-batches for a double buffer."""
     with pytest.raises(ScheduleError, match=message) as caught:
         verify(schedule(name, 4, micro_batches), weights=weights)
     assert {finding.rule for finding in caught.value.findings} == {"weights"}
 
 
-def test_a_rule_that_nobody_knows_is_refused_by_its_name():
-    """With those that there are."""
+def test_an_unknown_rule_is_refused_by_its_name():
+    """The message suggests the nearest name."""
     with pytest.raises(UnknownName, match=r"no weight rule called 'stahs'. Did you mean 'stash'"):
         verify(schedule("pipedream", 2), weights="stahs")
 
 
-def test_unsound_programs_are_told_before_their_weights():
-    """What is read means nothing where ops lack."""
+def test_unsound_programs_are_reported_before_their_weights():
+    """Where ops are missing, it is not defined which versions are read."""
     with pytest.raises(ScheduleError, match=r"\[one backward\] 0B1 is missing") as caught:
         verify(Schedule.parse("0F0 0F1 0B0 0U1", synchronous=False), weights="double-buffer")
     assert {finding.rule for finding in caught.value.findings} == {"one backward"}

@@ -64,13 +64,14 @@ class Changes:
     def of(cls, tables: Tables) -> Changes:
         """Compute the changes of every op."""
         ops = tables.dependencies.ops
-        full, after_input_grad = _activation_bytes(tables)
+        full = tables.of_ops("activation_bytes", np.arange(len(ops)))
         saved = _saved_bytes(tables, full)
         recomputed = _recomputed_bytes(tables, full, saved)
         is_b, is_i, is_w = (ops.of_kind(kind) for kind in (Kind.B, Kind.I, Kind.W))
         # With known needs of W, all else is released at the end of I.
-        releases_after_i = tables.amounts.get("activation_bytes_after_input_grad") is not None
-        saved_for_w = after_input_grad if releases_after_i else saved
+        after_input_grad = _bytes_after_input_grad(tables, full)
+        releases_after_i = after_input_grad is not None
+        saved_for_w = saved if after_input_grad is None else after_input_grad
         released = np.where(is_w, saved_for_w, saved)
         saved_at_end = np.where(is_i, saved_for_w - saved, 0.0)
         saved_at_end -= np.where(ops.activation_change < 0, released, 0.0)
@@ -83,25 +84,24 @@ class Changes:
         )
 
 
-def _activation_bytes(tables: Tables) -> tuple[Array, Array]:
-    """Return per op the activation bytes of its micro-batch, and those needed after I.
+def _bytes_after_input_grad(tables: Tables, full: Array) -> Array | None:
+    """Return per op the activation bytes of its micro-batch that W needs; None if the costs do not
+    specify them.
 
     Raises:
-        SettingError: the second are more than the first.
+        SettingError: they are more than all of its activation bytes, `full`.
     """
-    ops = tables.dependencies.ops
-    all_ops = np.arange(len(ops))
-    full = tables.of_ops("activation_bytes", all_ops)
     if tables.amounts.get("activation_bytes_after_input_grad") is None:
-        return full, full
-    after_input_grad = tables.of_ops("activation_bytes_after_input_grad", all_ops)
+        return None
+    ops = tables.dependencies.ops
+    after_input_grad = tables.of_ops("activation_bytes_after_input_grad", np.arange(len(ops)))
     if (after_input_grad > full).any():
         row = int(np.argmax(after_input_grad > full))
         raise SettingError(
             f"costs: stage {ops.stage[row]} has {after_input_grad[row]:g} "
             f"activation_bytes_after_input_grad, more than its {full[row]:g} activation_bytes"
         )
-    return full, after_input_grad
+    return after_input_grad
 
 
 def _saved_bytes(tables: Tables, full: Array) -> Array:

@@ -178,14 +178,15 @@ def _run_all(tasks: Sequence[_Task], settings: Settings, deadline: Deadline) -> 
     for i, task in enumerate(sorted(tasks, key=lambda task: task.least)):
         if i and task.least >= min(other.makespan for other in tasks):
             continue
-        share_s = deadline.remaining_s / (len(tasks) - i)
-        proof_s = (1 - BEFORE_PROOF) * share_s * settings.exact
-        share = rounds if settings.max_rounds is not None else rounds // (len(tasks) - i)
-        task.run(deadline, share)
+        tasks_left = len(tasks) - i
+        proof_s = (1 - BEFORE_PROOF) * deadline.remaining_s / tasks_left
         if settings.max_rounds is None:
+            task.run(deadline, rounds // tasks_left)
             rounds -= task.rounds
+        else:
+            task.run(deadline, rounds)
         if settings.exact and not task.proved:
-            task.prove(max(proof_s, 0.0))
+            task.prove(proof_s)
 
 
 def _result(tasks: Sequence[_Task], *, cut_short: bool) -> Synthesis:
