@@ -122,11 +122,10 @@ def _media(dependencies: Dependencies, links: str) -> Media:
         medium = np.where(link >= 0, 0, -1)
     else:
         # Half-duplex: both directions of a pair of ranks share one medium.
-        pairs = np.sort(dependencies.links, axis=1)
-        if len(pairs):
-            medium_of_link = np.unique(pairs, axis=0, return_inverse=True)[1].reshape(-1)
-        else:
-            medium_of_link = np.zeros(0, np.int64)
+        low, high = np.sort(dependencies.links.reshape(-1, 2), axis=1).T
+        pair = low.astype(np.int64) * dependencies.ranks + high
+        medium_of_link = np.unique(pair, return_inverse=True)[1]
+        # The link of an op without a message is -1, which reads the appended entry.
         medium = np.where(link >= 0, np.append(medium_of_link, -1)[link], -1)
     free = np.zeros(int(medium.max(initial=-1)) + 1)
     return Media(medium.astype(np.int32), np.full(count, -1, np.int32), np.zeros(count), free)
