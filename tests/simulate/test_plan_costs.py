@@ -84,6 +84,8 @@ def test_transfers_follow_the_placement_of_the_schedule():
         "rank 0 | 0F0 1F0 1B0 0B0 0U1 1U1\nrank 1 |\nrank 2 | 2F0 3F0 3B0 2B0 2U1 3U1"
     )
     assert place_costs(costs, folded, FOUR).transfer == (0, SLOW.transfer_seconds(2000), 0)
+    without_bytes = replace(costs, boundary_bytes=None)
+    assert place_costs(without_bytes, folded, FOUR).transfer == (0, SLOW.latency_s, 0)
 
 
 def test_each_micro_batch_takes_the_link_between_its_own_copies():

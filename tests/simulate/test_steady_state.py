@@ -209,15 +209,15 @@ def test_neither_filling_nor_draining_counts(name, slowest):
 
 
 def test_the_mean_is_over_whole_periods():
-    """Two workers take turns; each batch takes longer than the one before it. Of twelve batches two
-    are left out at the end, and the last four of the others are two of each worker.
+    """Two workers take turns; each batch takes longer than the one before it. Of 16 batches two are
+    left out at the end, and the last six of the others are three of each worker.
     """
-    stream = schedule("hetpipe", 1, 1, virtual_workers=2, batches=12)
-    forward = [[1.0 + number // 2 for number in range(12)]]
-    backward = [[2.0 + 2 * (number // 2) for number in range(12)]]
+    stream = schedule("hetpipe", 1, 1, virtual_workers=2, batches=16)
+    forward = [[1.0 + number // 2 for number in range(16)]]
+    backward = [[2.0 + 2 * (number // 2) for number in range(16)]]
     result = steady(stream, Costs(forward=forward, backward=backward))
-    assert result.batches == 4
-    assert result.seconds_per_batch == (3 * 4 + 3 * 5) / 4
+    assert result.batches == 6
+    assert result.seconds_per_batch == (3 * 5 + 3 * 6 + 3 * 7) / 6
 
 
 @pytest.mark.parametrize("overlap", [True, False])

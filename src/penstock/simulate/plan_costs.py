@@ -152,13 +152,12 @@ def place_costs(
             f"{schedule.name} runs on {schedule.ranks} ranks, "
             f"but cluster {cluster.name} has {cluster.ranks}"
         )
+    crossing = costs.spread_or_zeros("boundary_bytes", schedule.stages - 1)
     placed = replace(
         costs,
         transfer=[
             _crossing_seconds(schedule, stage, boundary_bytes, cluster)
-            for stage, boundary_bytes in enumerate(
-                costs.spread("boundary_bytes", schedule.stages - 1) or ()
-            )
+            for stage, boundary_bytes in enumerate(crossing)
         ],
         update=_synchronised_updates(costs, schedule, cluster),
         offload=_move_seconds(costs, schedule, cluster),
