@@ -10,9 +10,12 @@ import pytest
 from tests.simulate.slow import rich_schedule
 
 from penstock.schedule.catalogue import schedule
+from penstock.schedule.dependencies import acyclic_dependencies_of
 from penstock.schedule.op import Kind, Schedule
 from penstock.schedule.recompute import Recompute
+from penstock.simulate.cost_arrays import Amounts
 from penstock.simulate.costs import Costs
+from penstock.simulate.lookup import Tables
 from penstock.simulate.simulate import tables_of
 
 SECONDS = {
@@ -191,3 +194,25 @@ def test_a_measured_pair_runs_again_what_its_backward_recomputes(pair, seconds):
     row = [str(op) for op in case.ops].index(forward)
     for place in (row, row + 1):
         assert tables.seconds[0, tables.op_entry[place]] == seconds
+
+
+@pytest.mark.parametrize("pairs", [False, True])
+@pytest.mark.parametrize(
+    "name", ["forward", "backward", "update", "transfer", "boundary_bytes", "activation_bytes"]
+)
+def test_one_number_stands_for_all_vectors_beside_a_field_of_several(name, pairs):
+    """Each row of the tables is that of its vector alone."""
+    case = schedule("1f1b", 2, 3)
+    if pairs:
+        case = replace(case, pairs={tuple(case.programs[0][1:3])})
+    fields = {"forward": 1.0, "backward": 2.0, "update": 3.0, "transfer": 4.0}
+    fields |= {"boundary_bytes": 5.0, "activation_bytes": 6.0}
+    dependencies = acyclic_dependencies_of(case)
+    amounts = Amounts.batched(fields | {name: [7.0, 8.0]}, 2, range(3))
+    tables = Tables(dependencies, amounts)
+    for row, number in enumerate((7.0, 8.0)):
+        alone = tables_of(case, Costs(**fields | {name: number}), Recompute.NEVER)
+        for table in ("seconds", "message_bytes"):
+            entries = getattr(tables, table)
+            expected = getattr(alone, table)[0]
+            assert entries[min(row, len(entries) - 1)].tolist() == expected.tolist()

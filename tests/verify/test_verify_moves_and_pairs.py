@@ -59,11 +59,6 @@ def test_an_eviction_is_on_the_rank_of_the_forward_and_one_partner(text, words):
         # evictions
         ("0F0 0E0 0B0 0U1\n0E0", ("evict and load", "0E0", 0), "0E0 needs 0L0 on the same two"),
         (
-            "0F0 0E0 0L0 0B0 0U1\n0E0\n0L0",
-            ("evict and load", "0L0", 0),
-            "0L0 needs 0E0 on the same two ranks, 0 and 2",
-        ),
-        (
             "0F0 0L0 0E0 0B0 0U1\n0E0 0L0",
             ("evict and load", "0E0", 0),
             "rank 0 runs 0F0 0L0 0E0 0B0: the order is 0F0 0E0 0L0 0B0",
@@ -82,11 +77,6 @@ def test_an_eviction_is_on_the_rank_of_the_forward_and_one_partner(text, words):
             "0F0 0E0 0E0 0L0 0B0 0U1\n0E0 0L0",
             ("evict and load", "0E0", 0),
             "0E0 occurs twice on rank 0",
-        ),
-        (
-            "0F0 0B0 0U1\n0E1 0L1",
-            ("evict and load", "0E1", 1),
-            "0E1 is on ranks 1: it must be on two, that of 0F1 (none) and a partner",
         ),
         # pairs
         ("0F0&0B0 0U1", ("pair", "0B0", None), "0F0&0B0 cannot run as one: 0B0 needs 0F0"),
@@ -113,7 +103,25 @@ def test_an_eviction_is_on_the_rank_of_the_forward_and_one_partner(text, words):
 def test_faults_of_evictions_pairs_and_copies_are_named(text, finding, message):
     """More of them, and of slices, are in test_verify_forms.py."""
     findings, full = findings_of(text)
-    assert finding in findings
+    assert findings == [finding]
+    assert message in full
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0F0 0E0 0L0 0B0 0U1\n0E0\n0L0", "0L0 needs 0E0 on the same two ranks, 0 and 2"),
+        (
+            "0F0 0B0 0U1\n0E1 0L1",
+            "0E1 is on ranks 1: it must be on two, that of 0F1 (none) and a partner",
+        ),
+    ],
+)
+def test_an_eviction_and_a_load_on_wrong_ranks_have_a_finding_each(text, message):
+    """On different partners, or without a forward."""
+    findings, full = findings_of(text)
+    assert [rule for rule, _, _ in findings] == ["evict and load"] * 2
+    assert [op[1] for _, op, _ in findings] == ["E", "L"]
     assert message in full
 
 
