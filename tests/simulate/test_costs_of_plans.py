@@ -161,7 +161,7 @@ def test_simulating_a_plan_gives_the_time_worked_out_by_hand():
 
 
 def test_a_plan_simulates_with_its_own_recompute():
-    """Otherwise prediction and run would be of different things."""
+    """`always` adds a forward to every backward."""
     recomputed = simulate_plan(replace(a_plan(), recompute="always"), PROFILE, FOUR)
     assert recomputed.makespan == pytest.approx(
         simulate_plan(a_plan(), PROFILE, FOUR).makespan + 7 + 7 + 3
@@ -196,7 +196,7 @@ def test_an_asynchronous_plan_simulates_with_its_own_weight_rule():
 
 
 def test_a_plan_is_refused_with_another_model_s_profile():
-    """The layers would be others, and the numbers nonsense."""
+    """Its seconds and bytes are those of other layers."""
     with pytest.raises(
         PlanError, match="plan is for a chain with fingerprint f, the profile is of g"
     ):

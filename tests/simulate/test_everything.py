@@ -319,7 +319,7 @@ def check_memory(case, known):
 @given(cases(amounts=AMOUNTS.map(lambda x: x + 0.25)), st.booleans())
 @settings(deadline=None, max_examples=30)
 def test_memory_over_time_agrees_with_sums_of_what_is_held(case, known):
-    """Against the plainest way there is."""
+    """The reference lists who holds what from when to when, and adds it up."""
     check_memory(case, known)
 
 

@@ -48,7 +48,7 @@ def test_a_stage_keeps_the_input_that_counts_at_a_layer_before_it():
 
 
 def test_a_boundary_costs_the_link_that_it_crosses():
-    """Stages 1 and 2 stand on different nodes here: that boundary is the dear one."""
+    """Stages 1 and 2 stand on different nodes here: that boundary has the slower link."""
     assert stage_costs(PROFILE, [1, 2, 1], 2, FOUR, micro_batches=4).transfer == (0.5 + 2, 2 + 60)
 
 
@@ -105,7 +105,7 @@ def test_each_micro_batch_takes_the_link_between_its_own_copies():
     assert place_costs(costs, alike, FOUR).transfer == (LINK.transfer_seconds(2000),)
 
 
-def test_copies_of_a_whole_model_meet_over_the_link_between_nodes():
+def test_an_all_reduce_over_two_nodes_takes_the_link_between_them():
     """Of four ranks on two nodes: three rounds and three, a quarter of the gradients each, over the
     slower link.
     """
@@ -115,14 +115,14 @@ def test_copies_of_a_whole_model_meet_over_the_link_between_nodes():
     assert all_reduce_seconds((2,), 4000, FOUR) == 0
 
 
-def test_copies_on_one_node_share_its_link_to_the_others_where_that_is_shared():
-    """Both of a node send through it."""
+def test_replicas_on_one_node_share_its_link_to_others_if_that_is_shared():
+    """Both ranks of a node send their pieces over it."""
     shared = replace(FOUR, between=replace(SLOW, shared=True))
     assert all_reduce_seconds(range(4), 4000, shared) == 6 * SLOW.transfer_seconds(2000)
 
 
-def test_copies_take_time_to_add_up_their_gradients():
-    """Two send each other all of it; of three, each gets two pieces of a third and sends two sums."""
+def test_updates_of_replicas_include_their_all_reduce():
+    """Two exchange all gradients; each of three receives two pieces of a third and sends two."""
     costs = stage_costs(PROFILE, [4], 1, FOUR, micro_batches=3)
     (alone,), (gradients,) = costs.spread("update", 1), costs.spread("gradient_bytes", 1)
 
@@ -139,8 +139,8 @@ def test_copies_take_time_to_add_up_their_gradients():
     )
 
 
-def test_copies_on_cpus_send_take_and_add_by_the_same_cores():
-    """97 ms where the link's own time was 28 to 60."""
+def test_an_all_reduce_on_cpus_takes_longer_than_its_messages():
+    """The same cores send, receive and add: 1.4 times as long, and at least 0.7 ns a byte."""
     two = (Device("d", 10**9, "cpu"),) * 2
     assert all_reduce_seconds((0, 1), 1000.0, Cluster("slow", two, 2, LINK, LINK)) == 0.5 + 1.4
     fast = Link(0.0, 1e12)
@@ -150,7 +150,7 @@ def test_copies_on_cpus_send_take_and_add_by_the_same_cores():
     assert all_reduce_seconds((0, 1), 1000.0, FOUR) == 0.5 + 1.0
 
 
-def test_copies_on_hosts_sum_over_the_cards():
+def test_an_all_reduce_of_hosts_takes_the_time_of_the_busiest_card():
     """Each host sends what the others need, both directions at once, and then adds."""
     four = (Device("d", 10**9, "cpu"),) * 4
     hosts = Cluster("hosts", four, 1, LINK, SLOW)
@@ -166,7 +166,7 @@ def test_copies_on_hosts_sum_over_the_cards():
     assert all_reduce_seconds((0, 1), 4000, one_medium) == SLOW.transfer_seconds(8000) + add_s
 
 
-def test_copies_that_meet_once_in_a_wave_take_their_share_of_that_at_every_update():
+def test_an_all_reduce_once_in_a_wave_is_divided_among_its_updates():
     """HetPipe's virtual workers: 0 and 1 on one node, 2 and 3 on the other, so that copies meet
     over the slow link.
     """
@@ -197,7 +197,7 @@ def test_a_weight_rule_s_versions_are_of_what_is_trained():
 
 
 def test_activations_that_are_handed_over_take_the_links_time():
-    """Free, an evicting schedule would look better than it is."""
+    """Without that, evicting schedules would be predicted too fast."""
     costs = stage_costs(PROFILE, [2, 2], 1, FOUR, micro_batches=3)
     case_schedule = Schedule.parse(
         "0F0 0F1 0E1 0F2 0B0 0L1 0B1 0B2 0U1\n1F0 0E1 1B0 1F1 0L1 1B1 1F2 1B2 1U1"
@@ -232,7 +232,7 @@ def test_a_slice_pays_the_fixed_cost_of_a_whole_call():
 
 @pytest.mark.parametrize("lengths", [[1, 1, 2], [1, 1, 1, 1]])
 def test_a_schedule_of_more_ranks_than_the_cluster_is_refused(lengths):
-    """There is no link to count."""
+    """Messages of the other ranks have no link."""
     ranks = len(lengths)
     costs = stage_costs(PROFILE, lengths, 1, cluster("local:2"), micro_batches=1)
     with pytest.raises(PlanError, match=f"gpipe runs on {ranks} ranks, but cluster local:2 has 2"):

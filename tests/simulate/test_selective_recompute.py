@@ -55,8 +55,8 @@ def test_a_backward_takes_what_runs_again_longer_and_holds_it(text, peak, makesp
     assert timeline.peak_memory == peak_memory(case_schedule, COSTS, "selective") == (peak,)
 
 
-def test_without_words_for_it_all_runs_again():
-    """Costs that know nothing of layers."""
+def test_without_figures_for_it_all_runs_again():
+    """Costs without the seconds and bytes of selected layers."""
     costs = Costs(forward=4, backward=8, activation_bytes=10, input_bytes=2)
     case_schedule = schedule("1f1b", 3, 5)
     selective, always = (
@@ -91,7 +91,7 @@ def test_what_runs_again_is_given_by_stage_and_micro_batch_and_shared_among_slic
 
 
 def test_many_vectors_are_simulated_as_one():
-    """Planners' fast way."""
+    """Planners simulate many candidates at once."""
     case_schedule = schedule("zb-h1", 3, 4)
     vectors = [
         replace(COSTS, recompute=again, saved_bytes=saved_bytes)

@@ -23,7 +23,7 @@ STREAMS = [name for name, facts in schedules().items() if not facts.synchronous]
     ("stages", "micro_batches"), [(1, 1), (2, 1), (4, 1), (3, 2), (4, 8), (8, 3)]
 )
 def test_equal_stages_on_free_links_take_their_own_work_and_an_update(stages, micro_batches):
-    """m (f + b) + u: the bubble is gone, which is what it is all for."""
+    """m (f + b) + u, without a bubble."""
     case_schedule = schedule("pipedream", stages, micro_batches)
     steady_state = steady(case_schedule, Costs(forward=1, backward=2, update=0.5))
     assert steady_state.seconds_per_batch == micro_batches * 3 + 0.5
@@ -45,7 +45,7 @@ def test_the_slowest_stage_is_the_pace():
     ("stages", "hop", "expected"),
     [(2, 0.5, 3.5), (2, 1.25, 4.25), (4, 0.5, 3.75), (8, 0.5, 3.875), (40, 0.5, 3.975)],
 )
-def test_hops_slow_it_down_by_a_round_trip_shared_among_those_in_flight(stages, hop, expected):
+def test_transfers_add_a_round_trip_divided_by_the_micro_batches_in_flight(stages, hop, expected):
     """p micro-batches go round in p (f + b) + 2 (p - 1) c seconds; in which order they come, only a
     whole pattern shows.
     """

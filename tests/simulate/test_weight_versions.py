@@ -30,7 +30,7 @@ def test_every_version_that_stash_keeps_is_counted():
 
 
 def test_a_synchronous_schedule_keeps_one():
-    """As ever."""
+    """All of its ops read the same weights."""
     case_schedule = schedule("1f1b", 3, 3)
     assert versions_per_stage(case_schedule) == (1, 1, 1)
     assert with_versions(BYTES, case_schedule, weight_rule("flush")) is BYTES
