@@ -1,0 +1,403 @@
+"""State of modules besides their weights: its names, digests that tell changes, and its restoring."""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict, deque
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import weight_norm
+
+from penstock.modules import module_state
+from penstock.modules.module_state import (
+    ModuleState,
+    cell_value,
+    computed_tensors,
+    content,
+    differing_names,
+)
+
+
+class Keeper(nn.Module):
+    """A layer of a user with a buffer and Python state."""
+
+    def __init__(self, **attributes):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.frozen = nn.Parameter(torch.ones(1), requires_grad=False)
+        self.register_parameter("bias", None)
+        self.register_buffer("mean", torch.zeros(2))
+        self.register_buffer("mask", torch.zeros(1), persistent=False)
+        self.register_buffer("absent", None)
+        vars(self).update(attributes)
+
+
+class Record:
+    """A plain object with fields."""
+
+    def __init__(self, **fields):
+        vars(self).update(fields)
+
+
+def state_of(**attributes):
+    """Return the state of one keeper, under the name `layer`, and the keeper."""
+    keeper = Keeper(**attributes)
+    return ModuleState([("layer", keeper)]), keeper
+
+
+def test_buffers_and_weights_have_the_names_of_the_model_and_are_not_copied():
+    """The module of the model itself has no prefix; None is neither a buffer nor a weight."""
+    model = nn.Sequential(Keeper(), nn.Linear(1, 1))
+    state = ModuleState(model.named_modules())
+    assert list(state.buffers()) == ["0.mean", "0.mask"]
+    assert list(state.weights()) == ["0.weight", "0.frozen", "1.weight", "1.bias"]
+    assert state.buffers()["0.mean"] is model[0].mean
+    assert state.weights()["0.frozen"] is model[0].frozen
+    assert list(ModuleState([("", Keeper())]).buffers()) == ["mean", "mask"]
+
+
+def test_a_module_with_two_names_counts_under_its_first():
+    """A shared layer has its state once."""
+    keeper = Keeper(count=1)
+    state = ModuleState([("a", keeper), ("b", keeper), ("c", Keeper())])
+    assert [name for name, _ in state.modules] == ["a", "c"]
+    assert list(state.places()) == ["a.count"]
+
+
+def test_digests_of_buffers_differ_only_where_contents_do():
+    """Equal contents are equal, also in other memory and after a change that was undone."""
+    state, keeper = state_of()
+    before = state.buffer_contents()
+    keeper.mean.add_(1).sub_(1)
+    keeper.mask = keeper.mask.clone()
+    assert differing_names(before, state.buffer_contents()) == []
+    keeper.mean[1] = 3.0
+    assert differing_names(before, state.buffer_contents()) == ["layer.mean"]
+
+
+def test_versions_differ_after_every_change_of_a_buffer():
+    """Replaced or written in place, even with the same contents."""
+    state, keeper = state_of()
+    before = state.versions()
+    assert state.versions() == before
+    keeper.mean.add_(0)
+    written = state.versions()
+    previous, keeper.mask = keeper.mask, keeper.mask.clone()
+    replaced = state.versions()
+    assert len({before, written, replaced}) == 3
+    assert previous is not keeper.mask
+
+
+def test_marks_of_weights_tell_changes_with_and_without_autograd():
+    """A write through `.data` leaves the version, a replaced weight may have the same sum."""
+    state, keeper = state_of()
+    before = state.weight_marks()
+    assert differing_names(before, state.weight_marks()) == []
+    keeper.weight.data[0] = 5.0
+    assert differing_names(before, state.weight_marks()) == ["layer.weight"]
+    keeper.weight.data[0] = 1.0
+    with torch.no_grad():
+        keeper.frozen.mul_(1)
+    assert differing_names(before, state.weight_marks()) == ["layer.frozen"]
+    previous, keeper.weight = keeper.weight, nn.Parameter(torch.ones(2))
+    assert differing_names(before, state.weight_marks()) == ["layer.weight", "layer.frozen"]
+    assert previous is not keeper.weight
+
+
+def test_weights_without_readable_values_have_marks_too():
+    """On the meta device only identity and version are there."""
+    layer = nn.Linear(2, 2, bias=False, device="meta")
+    state = ModuleState([("layer", layer)])
+    before = state.weight_marks()
+    assert differing_names(before, state.weight_marks()) == []
+    with torch.no_grad():
+        layer.weight.add_(1)
+    assert differing_names(before, state.weight_marks()) == ["layer.weight"]
+
+
+def test_names_in_one_state_only_differ():
+    """A missing entry is not the same as None; names come in the order of the states."""
+    before, after = {"b": 1, "a": None, "c": 2}, {"d": None, "c": 2, "b": 3}
+    assert differing_names(before, after) == ["b", "a", "d"]
+
+
+#: A value and others that differ from it.
+DIFFERENT = [
+    (1, [2, 1.0, True, None, "1"]),
+    (float("nan"), [0.0]),
+    (0.0, [-0.0]),
+    (b"a", ["a"]),
+    (np.arange(4), [np.arange(4.0), np.arange(4).reshape(2, 2), np.array([0, 1, 2, 4])]),
+    (
+        torch.arange(4),
+        [torch.arange(4.0), torch.arange(4).reshape(2, 2), torch.tensor([0, 1, 2, 4])],
+    ),
+    (torch.ones(2, dtype=torch.bfloat16), [torch.ones(2, dtype=torch.float16)]),
+    ([1, 2], [[2, 1], [1], [1, 2, 2], {1, 2}]),
+    ([[1], [2]], [[[1], [3]]]),
+    ({"a": 1}, [{"a": 2}, {"b": 1}, {"a": 1, "b": 1}]),
+    ({1, 2}, [{1, 3}, {1}]),
+    (random.Random(1), [random.Random(2)]),
+    (np.random.default_rng(1), [np.random.default_rng(2)]),
+    (torch.Generator().manual_seed(1), [torch.Generator().manual_seed(2)]),
+    (Record(a=1, b=[2]), [Record(a=1, b=[3]), Record(a=1)]),
+]
+
+
+@pytest.mark.parametrize(
+    ("value", "others"), DIFFERENT, ids=[str(i) for i in range(len(DIFFERENT))]
+)
+def test_a_digest_is_equal_if_and_only_if_the_value_is(value, others):
+    """Types count as well: 1 and True are equal in Python, and not the same state."""
+    assert content(value) == content(value)
+    for other in others:
+        assert content(value) != content(other)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: [float("nan"), "a"],
+        lambda: np.array([[1.5]]),
+        lambda: torch.tensor([1.0, float("nan")]),
+        lambda: torch.complex(torch.ones(1), torch.ones(1)).conj(),
+        lambda: torch.arange(6).reshape(2, 3).t(),
+        lambda: deque([OrderedDict(a=torch.ones(1))]),
+        lambda: random.Random(3),
+        lambda: np.random.default_rng(3),
+        lambda: torch.Generator().manual_seed(3),
+        lambda: Record(a=Record(b=1)),
+        lambda: {f"name {number}" for number in range(20)},
+    ],
+)
+def test_equal_values_in_two_objects_have_one_digest(make):
+    """State is compared by contents, wherever these are."""
+    assert content(make()) == content(make())
+
+
+def test_sets_that_iterate_in_different_orders_have_one_digest():
+    """Two equal sets of colliding entries keep the order in which they were filled."""
+    first, second = set(), set()
+    for number in (0, 8, 16):
+        first.add(number)
+        second.add(16 - number)
+    assert list(first) != list(second)
+    assert content(first) == content(second)
+
+
+def test_unknown_objects_are_compared_by_identity():
+    """Functions, classes and modules, and objects of libraries, are not looked into."""
+    for make in (lambda: lambda: 1, lambda: nn.Linear(1, 1), object, lambda: torch.device("cpu")):
+        value, other = make(), make()
+        assert content(value) == content(value)
+        assert (content(value) == content(other)) is (value is other)
+
+
+def test_contents_below_a_depth_are_compared_by_identity():
+    """Deeply nested values would take too long, and could refer to themselves."""
+    inner = []
+    nested = [[[[inner]]]]
+    before = content(nested)
+    inner.append(1)
+    assert content(nested) == before
+    nested[0][0][0].append(2)
+    assert content(nested) != before
+    ring = []
+    ring.append(ring)
+    assert content(ring) == content(ring)
+
+
+def test_of_long_containers_the_ends_are_compared():
+    """A change in the middle of thousands of items is not worth the time; their number is."""
+    items = list(range(1002))
+    for place, seen in (
+        (0, True),
+        (499, True),
+        (500, False),
+        (501, False),
+        (502, True),
+        (1001, True),
+    ):
+        assert (content(items) != content([*items[:place], -1, *items[place + 1 :]])) is seen, place
+    assert content(items) != content([*items, items[-1]])
+    short = items[:1000]
+    assert content(short) != content([*short[:500], -1, *short[501:]])
+
+
+def test_large_tensors_are_compared_by_memory_and_version(monkeypatch):
+    """Reading gigabytes at every forward would take longer than the forward."""
+    monkeypatch.setattr(module_state, "_LARGE_BYTES", 8)
+    small, large = torch.zeros(2), torch.zeros(3)
+    assert content(small) == content(small.clone())
+    before = content(large)
+    assert before == content(large)
+    assert before != content(large.clone())
+    large.add_(0)
+    assert before != content(large)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: torch.eye(2).to_sparse(), lambda: torch.ones(2, device="meta")]
+)
+def test_tensors_without_readable_bytes_are_compared_by_identity_and_version(make):
+    """Sparse and meta tensors."""
+    tensor = make()
+    before = content(tensor)
+    assert before == content(tensor)
+    assert before != content(make())
+    tensor.mul_(1)
+    assert before != content(tensor)
+
+
+def test_places_are_the_attributes_of_user_modules():
+    """What torch keeps in every module, and modules of torch, have none; dunder names are Python's."""
+    model = nn.Sequential(Keeper(count=1, __cache__=2), nn.Dropout(0.5))
+    model[1].note = "kept by nobody"
+    places = ModuleState(model.named_modules()).places()
+    assert list(places) == ["0.count"]
+    places["0.count"].set(5)
+    assert places["0.count"].get() == model[0].count == 5
+
+
+def test_places_of_attributes_do_not_run_properties():
+    """A property of the user's may do anything."""
+
+    class Guarded(Keeper):
+        @property
+        def count(self):
+            raise AssertionError
+
+    guarded = Guarded(count=1)
+    places = ModuleState([("", guarded)]).places()
+    places["count"].set(2)
+    assert places["count"].get() == vars(guarded)["count"] == 2
+
+
+def test_hooks_keep_state_in_closures_and_objects():
+    """A counter of a function, of a method's object, and of a callable object, also in `partial`."""
+    calls, layer = [0], nn.Linear(1, 1)
+    owner, caller, inner = Record(seen=1), Callable(seen=2), Callable(seen=3)
+
+    def hook(*_):
+        calls.append(0)
+
+    layer.register_forward_pre_hook(hook)
+    layer.register_forward_hook(partial(partial(Callable.method, owner)))
+    layer.register_forward_hook(Callable(own=1).method)
+    layer.register_forward_hook(caller)
+    layer.register_forward_hook(partial(partial(inner, 1), 2))
+    layer.register_forward_hook(nn.Identity())
+    places = ModuleState([("layer", layer)]).places()
+    assert {name.partition(" of layer: ")[2] for name in places} == {"calls", "own", "seen"}
+    assert all(name.startswith("the hook ") for name in places)
+    (closure,) = [place for name, place in places.items() if name.endswith("calls")]
+    assert closure.get() is calls
+    closure.set([1])
+    assert closure.get() == [1]
+    (own,) = [place for name, place in places.items() if name.endswith("own")]
+    own.set(7)
+    assert own.get() == 7
+
+
+class Callable:
+    """An object that may be a hook, itself or by its method."""
+
+    def __init__(self, **fields):
+        vars(self).update(fields)
+
+    def __call__(self, *_):
+        """Do nothing."""
+
+    def method(self, *_):
+        """Do nothing."""
+
+
+def test_variables_without_a_value_are_none():
+    """A closure may be read before it is assigned."""
+
+    def outer():
+        def inner():
+            return later
+
+        cell = inner.__closure__[0]
+        empty = cell_value(cell)
+        later = 4
+        return empty, cell_value(cell)
+
+    assert outer() == (None, 4)
+
+
+def mutate(keeper):
+    """Change every attribute of a keeper in place."""
+    keeper.tensor.add_(1)
+    keeper.array += 1
+    keeper.python.random()
+    keeper.numpy.random()
+    torch.rand(1, generator=keeper.torch)
+    keeper.items.append(1)
+    keeper.queue.appendleft(1)
+    keeper.table["b"] = 2
+    del keeper.table["a"]
+    keeper.names.add("b")
+
+
+def test_restored_variables_are_the_same_objects_with_the_same_contents():
+    """Others may refer to the objects, so new ones in their place would not do."""
+    attributes = {
+        "tensor": torch.zeros(2),
+        "array": np.zeros(2),
+        "python": random.Random(1),
+        "numpy": np.random.default_rng(1),
+        "torch": torch.Generator().manual_seed(1),
+        "items": [torch.zeros(1)],
+        "queue": deque([3], maxlen=2),
+        "table": {"a": 1},
+        "names": {"a"},
+        "number": 1,
+    }
+    state, keeper = state_of(**attributes)
+    values, snapshots = state.values(), state.keep()
+    changed = [f"layer.{name}" for name in attributes if name != "number"]
+    mutate(keeper)
+    assert differing_names(values, state.values()) == changed
+    state.put_back(snapshots)
+    assert differing_names(values, state.values()) == []
+    keeper.number, keeper.items, keeper.tensor = 2, [5], torch.ones(3)
+    state.put_back(snapshots)
+    assert differing_names(values, state.values()) == []
+    assert all(vars(keeper)[name] is value for name, value in attributes.items())
+
+
+def test_variables_that_appeared_later_stay():
+    """There is nothing to restore them to."""
+    state, keeper = state_of(number=1)
+    snapshots = state.keep()
+    keeper.later, keeper.number = 3, 2
+    state.put_back(snapshots)
+    assert (keeper.later, keeper.number) == (3, 1)
+
+
+def test_a_restored_tensor_still_serves_a_backward_that_saved_it():
+    """The contents are written back as they were, so autograd must not count it as a change."""
+    state, keeper = state_of(scale=torch.full((1,), 3.0))
+    x = torch.ones(1, requires_grad=True)
+    output = x * keeper.scale
+    state.put_back(state.keep())
+    output.backward()
+    assert x.grad.item() == 3.0
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+def test_copies_of_modules_get_detached_copies_of_computed_tensors():
+    """torch refuses to deepcopy a tensor with a graph; others are left to deepcopy."""
+    normed = weight_norm(nn.Linear(2, 2))
+    keeper = Keeper(last=torch.ones(2, requires_grad=True) * 3, plain=torch.ones(1))
+    memo = computed_tensors([nn.Sequential(normed), keeper])
+    assert set(memo) == {id(normed.weight), id(keeper.last)}
+    copy = memo[id(keeper.last)]
+    assert (copy.requires_grad, copy.tolist()) == (False, [3.0, 3.0])
+    assert copy.data_ptr() != keeper.last.data_ptr()
