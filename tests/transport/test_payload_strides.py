@@ -153,15 +153,22 @@ def test_a_payload_is_copied_only_on_request_and_has_as_many_tensors_as_its_head
         (torch.arange(6.0).reshape(2, 3).t(), False),
         (torch.arange(24.0).reshape(1, 2, 3, 4).to(memory_format=torch.channels_last), False),
         (torch.arange(12.0).reshape(4, 3)[:, :2], True),
+        (torch.arange(3.0).reshape(3, 1).expand(3, 4), False),
+        (torch.arange(8.0).reshape(4, 1, 2).expand(4, 5, 2).permute(2, 1, 0), False),
+        (torch.arange(8.0).reshape(2, 1, 4).permute(2, 1, 0), False),
     ],
 )
 def test_received_memory_is_used_as_it_is_where_its_strides_fit(tensor, needs_copy, copies):
-    """A copy of each message would take time and memory."""
+    """A copy of each message would take time and memory. Strides of dimensions of one element, which
+    `clone` keeps and a new buffer does not have, fit in any case.
+    """
     form = TensorForm.of(tensor, wants_grad=False)
     packed = form.packed(tensor).contiguous().clone()
-    received = form.unpacked(packed, copies=copies)
-    shares = received.untyped_storage().data_ptr() == packed.untyped_storage().data_ptr()
-    assert shares is not (needs_copy or copies)
+    for memory in (packed, form.empty().copy_(packed)):
+        received = form.unpacked(memory, copies=copies)
+        shares = received.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()
+        assert shares is not (needs_copy or copies)
+        assert (received.stride(), received.tolist()) == (form.stride, tensor.tolist())
 
 
 def test_a_message_of_the_announced_form_is_sent_whatever_that_form_is(monkeypatch):

@@ -83,16 +83,18 @@ class TensorForm:
             return packed.clone() if copies else packed
         shape, order = self._compact()
         inverse_order = [order.index(dim) for dim in range(len(order))]
-        restored = packed.permute(inverse_order)
-        # Strides of the tensor without its repeated elements; a dimension of one element has any.
-        strides = [
-            1 if extent != full_extent else step
-            for extent, full_extent, step in zip(shape, self.shape, self.stride, strict=True)
-        ]
-        if copies or restored.stride() != tuple(strides):
-            compact = torch.empty_strided(shape, strides, dtype=packed.dtype, device=packed.device)
-            restored = compact.copy_(restored)
-        return restored if shape == self.shape else restored.as_strided(self.shape, self.stride)
+        compact = packed.permute(inverse_order)
+        # The stride of a dimension of one element means nothing: that of a repeated one is 0.
+        fits = all(
+            extent == 1 or actual == expected
+            for extent, actual, expected in zip(shape, compact.stride(), self.stride, strict=True)
+        )
+        if copies or not fits:
+            memory = torch.empty_strided(
+                shape, self.stride, dtype=packed.dtype, device=packed.device
+            )
+            compact = memory.copy_(compact)
+        return compact.as_strided(self.shape, self.stride)
 
     def empty(self, device: torch.device | None = None) -> Tensor:
         """Return an uninitialised tensor for what `packed` returns, on the CPU or another
