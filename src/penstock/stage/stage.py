@@ -186,51 +186,55 @@ class Stage:
     def _full_forward(self, batch: Batch, micro_batch: int, inputs: Payload) -> Payload | None:
         """Run F with all that the fast path leaves out; `inputs` are leaves."""
         recomputed = batch.training and self.recompute.repeats(*batch.place(micro_batch))
+        keeps_graph = batch.training and not recomputed
         first = self._second_forwards.first() if recomputed else None
+        evicted = keeps_graph and micro_batch in self.evicted
+        saved = Saved(self.runner.weights()) if evicted else None
         next_slice = batch.next_slice(micro_batch)
         slice_state = SliceState(
             self._slice_states.waiting.pop(micro_batch, {}), keeps=next_slice is not None
         )
-        keeps = batch.training and not recomputed
-        saved = Saved(self.runner.weights()) if keeps and micro_batch in self.evicted else None
-        # A forward that will be recomputed builds a graph, too: that shows which outputs require a
-        # gradient, and torch chooses kernels by it.
+        # A recomputed forward builds a graph, too: that shows which outputs require a gradient, and
+        # torch chooses kernels by it.
         with (
-            self._builder.measuring(batch, micro_batch, inputs) if keeps else nullcontext(),
+            self._builder.measuring(batch, micro_batch, inputs) if keeps_graph else nullcontext(),
             torch.set_grad_enabled(batch.training),
             checkpointing() if recomputed else nullcontext(),
-            saved.saving() if saved else nullcontext(),
+            nullcontext() if saved is None else saved.saving(),
         ):
             output, loss_roots, loss = self._builder.build(batch, micro_batch, inputs, slice_state)
         outputs = [] if output is None else output.tensors
         carried = [] if next_slice is None else tensors_of(slice_state.outgoing)
-        if first is not None and self._compares:
-            first.note([*outputs, *loss_roots, *carried])
+        requires_grad = tuple([tensor.requires_grad for tensor in (*outputs, *carried)])
         if next_slice is not None:
-            carried_flags = tuple([tensor.requires_grad for tensor in carried])
+            carried_flags = requires_grad[len(outputs) :]
             self._slice_states.store(next_slice, slice_state.outgoing, carried_flags)
-        if batch.training:
-            forward = self._saved[batch.step, micro_batch] = SavedForward(
-                inputs,
-                slice_state.incoming,
-                roots=None,
-                loss_root_count=len(loss_roots),
-                first=first,
-                saved=saved,
-                size=inputs.nbytes,
-                requires_grad=tuple([tensor.requires_grad for tensor in (*outputs, *carried)]),
-                input_grads=InputGrads.of_inputs(inputs),
-            )
-            if not recomputed:
-                forward.roots, forward.loss = roots_of(outputs, loss_roots, carried), loss
-                forward.size = self.activation_meter.size(self._builder.form(batch, micro_batch))
+        if not batch.training:
+            return output
+        forward = self._saved[batch.step, micro_batch] = SavedForward(
+            inputs,
+            slice_state.incoming,
+            roots=None,
+            loss_root_count=len(loss_roots),
+            first=first,
+            saved=saved,
+            size=inputs.nbytes,
+            requires_grad=requires_grad,
+            input_grads=InputGrads.of_inputs(inputs),
+        )
+        if first is not None:
+            if self._compares:
+                first.note([*outputs, *loss_roots, *carried])
             self.activation_meter.take(forward.size)
-            # Each of these needs more from a forward than the fast path keeps.
-            if not (recomputed or saved or loss_roots[1:] or batch.outputs):
-                self._fast_path.enable(batch, micro_batch, inputs, output)
-        if recomputed and output is not None:
-            # Its graph ends here: the backward runs on that of the recompute.
-            return output.with_tensors([tensor.detach() for tensor in outputs])
+            # The graph ends here: the backward runs on that of the recompute.
+            detached = [tensor.detach() for tensor in outputs]
+            return None if output is None else output.with_tensors(detached)
+        forward.roots, forward.loss = roots_of(outputs, loss_roots, carried), loss
+        forward.size = self.activation_meter.size(self._builder.form(batch, micro_batch))
+        self.activation_meter.take(forward.size)
+        # A forward of the fast path has one root, evicts nothing and keeps no outputs of the model.
+        if saved is None and len(loss_roots) < 2 and not batch.outputs:
+            self._fast_path.enable(batch, micro_batch, inputs, output)
         return output
 
     def backward(self, batch: Batch, micro_batch: int, arrived: Payload | None) -> Payload:
