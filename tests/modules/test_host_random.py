@@ -142,15 +142,24 @@ def nested_help(x):
     return x * noise()
 
 
-def decorated_help(x):
-    """Return the input, after a wrapper."""
-    return x
+def noisy(function):
+    """Return a function that draws, and calls another one."""
+
+    @functools.wraps(function)
+    def wrapper(x):
+        return function(x) * random.random()
+
+    return wrapper
 
 
-@functools.wraps(python_help)
-def wrapping_help(x):
-    """Wrap a function that draws."""
-    return x
+def doubling(function):
+    """Return a function that calls another one."""
+
+    @functools.wraps(function)
+    def wrapper(x):
+        return 2 * function(x)
+
+    return wrapper
 
 
 def closing_over(value):
@@ -185,7 +194,13 @@ def layer(function):
         (aliased_help, True),
         (numpy_help, True),
         (nested_help, True),
-        (wrapping_help, True),
+        (noisy(plain_help), True),
+        (doubling(python_help), True),
+        (doubling(plain_help), False),
+        (functools.cache(python_help), True),
+        (functools.cache(plain_help), False),
+        (torch.no_grad()(python_help), True),
+        (torch.no_grad()(plain_help), False),
         (closing_over(python_help), True),
         (closing_over(plain_help), False),
         (random.random, True),

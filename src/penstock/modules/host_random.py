@@ -91,10 +91,13 @@ class _Reader:
     def read(self, value: Any) -> bool:
         """Return whether code that is reached through `value` names one of the generators."""
         value = getattr(value, "__func__", value)
-        value = getattr(value, "__wrapped__", value)
         if id(value) in self._visited:
             return False
         self._visited.add(id(value))
+        # A wrapper may draw by itself, or not be a function: that of functools.cache is none.
+        wrapped = getattr(value, "__wrapped__", None)
+        if wrapped is not None and self.read(wrapped):
+            return True
         if isfunction(value):
             return self._function(value)
         if isclass(value) and not _is_library(value.__module__):
