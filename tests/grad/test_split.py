@@ -1,17 +1,15 @@
-"""A split backward gives the gradients of a full backward, to the bit, with little repeated work."""
+"""A split backward gives the gradients of a full backward, to the bit."""
 
 from __future__ import annotations
 
 import copy
-import gc
-import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from tests.grad.split_runs import Pair, Run, call, random
+from torch import nn
 from torch.nn import functional
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torch.utils.checkpoint import checkpoint
@@ -20,71 +18,6 @@ from penstock.grad.split import input_grad, weight_grad
 from penstock.tracing.materialise import materialise
 from penstock.tracing.traced_chain import chain
 from penstock.zoo.catalogue import model, models
-
-
-class Pair(nn.Module):
-    """Two linear maps of width 4; the tests define their own forward."""
-
-    def __init__(self):
-        super().__init__()
-        self.a = nn.Linear(4, 4)
-        self.b = nn.Linear(4, 4)
-
-
-def random(*shape, seed=0):
-    """Return numbers that depend on shape and seed alone."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def tensors(output):
-    """Return a stage's outputs as a list."""
-    return list(output) if isinstance(output, (tuple, list)) else [output]
-
-
-@dataclass
-class Run:
-    """A module, its inputs as leaves, the outputs, and their gradients."""
-
-    module: nn.Module
-    inputs: list[Tensor]
-    roots: list[Tensor]
-    grads: list[Tensor | None]
-
-    @classmethod
-    def of(cls, module, forward, inputs, keep=None):
-        """Run the forward of a copy of `module`, so that runs share nothing; `keep` selects the
-        outputs with a gradient.
-        """
-        module = copy.deepcopy(module)
-        leaves = [tensor.clone().requires_grad_(tensor.is_floating_point()) for tensor in inputs]
-        torch.manual_seed(7)
-        roots = [root for root in tensors(forward(module, *leaves)) if root.requires_grad]
-        grads: list[Tensor | None] = [random(*root.shape, seed=i) for i, root in enumerate(roots)]
-        if keep is not None:
-            grads = [grad if has_grad else None for grad, has_grad in zip(grads, keep, strict=True)]
-        return cls(module, [leaf for leaf in leaves if leaf.requires_grad], roots, grads)
-
-    def whole(self):
-        """Run autograd's own backward."""
-        live = [
-            (root, grad)
-            for root, grad in zip(self.roots, self.grads, strict=True)
-            if grad is not None
-        ]
-        if live:
-            torch.autograd.backward([root for root, _ in live], [grad for _, grad in live])
-        return [leaf.grad for leaf in self.inputs]
-
-    def split(self):
-        """Run the split backward."""
-        grads, pending = input_grad(self.roots, self.grads, self.inputs)
-        assert all(leaf.grad is None for leaf in self.inputs)
-        weight_grad(pending)
-        return grads
-
-    def weight_grads(self):
-        """Return the gradients of all parameters."""
-        return {name: parameter.grad for name, parameter in self.module.named_parameters()}
 
 
 def same(first, second):
@@ -108,18 +41,12 @@ def assert_split_equals_whole(module, forward, inputs, keep=None):
     return parts
 
 
-def call(module, *inputs):
-    """Call the module."""
-    return module(*inputs)
-
-
-# -- layers
-# ---------------------------------------------------------------------------------------------------------------
-
 SMALL = {
     "gpt": {"layers": 2, "width": 16, "heads": 2, "tokens": 6, "vocabulary": 11, "dropout": 0.1},
     "mlp": {"layers": 3},
 }
+
+
 #: Whose layers pass on several values each; tests/conformance/models.py has them.
 OTHERS = {"gnmt", "gnmt16", "unet"}
 
@@ -229,10 +156,6 @@ def test_split_equals_whole_on_layers_of_torch(name):
     make, shape, forward = LAYERS[name]
     torch.manual_seed(0)
     assert_split_equals_whole(make(), forward, [random(*shape)])
-
-
-# -- graphs
-# ---------------------------------------------------------------------------------------------------------------
 
 
 def in_place(m, x):
@@ -490,201 +413,3 @@ def test_gradients_share_no_memory_with_each_other_or_with_what_arrived():
     run.split()
     grads = [grad for grad in (*run.weight_grads().values(), run.grads[0]) if grad is not None]
     assert len({grad.untyped_storage().data_ptr() for grad in grads}) == len(grads) == 4
-
-
-# -- work and memory
-# ------------------------------------------------------------------------------------------------------
-
-
-class Counted(torch.autograd.Function):
-    """The identity; counts its backward calls by name."""
-
-    @staticmethod
-    def forward(ctx, x, calls, name):
-        """x."""
-        ctx.calls, ctx.name = calls, name
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        """The gradient."""
-        ctx.calls[ctx.name] = ctx.calls.get(ctx.name, 0) + 1
-        return grad, None, None
-
-
-def test_no_node_between_weights_runs_twice():
-    """Otherwise a split backward would cost up to twice a full one."""
-    calls: dict[str, int] = {}
-
-    def forward(m, x):
-        h = Counted.apply(x, calls, "first")
-        h = Counted.apply(m.a(h), calls, "between")
-        h = h + Counted.apply(m.b(h), calls, "in a branch")
-        return Counted.apply(h, calls, "last")
-
-    run = Run.of(Pair(), forward, [random(3, 4)])
-    _, pending = input_grad(run.roots, run.grads, run.inputs)
-    assert calls == {"first": 1, "between": 1, "in a branch": 1, "last": 1}
-    weight_grad(pending)
-    assert calls == {"first": 1, "between": 1, "in a branch": 1, "last": 1}
-
-
-def test_nodes_that_lead_only_to_weights_run_only_in_the_weight_part():
-    """The path from a layer to a weight that is computed from others can be deferred to W."""
-    calls: dict[str, int] = {}
-
-    def forward(m, x):
-        weight = Counted.apply(m.a.weight * 2, calls, "weight")
-        return functional.linear(Counted.apply(x, calls, "input"), weight)
-
-    run = Run.of(Pair(), forward, [random(3, 4)])
-    _, pending = input_grad(run.roots, run.grads, run.inputs)
-    assert calls == {"input": 1}
-    weight_grad(pending)
-    assert calls == {"input": 1, "weight": 1}
-
-
-def test_the_input_part_leaves_the_weight_gradients_of_a_layer_undone():
-    """The purpose of the split: a linear layer's I is one matrix product, its W the other."""
-
-    def products(job):
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
-            result = job()
-        return sum(
-            event.count for event in profiler.key_averages() if event.key == "aten::mm"
-        ), result
-
-    run = Run.of(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), call, [random(3, 4)])
-    inputs, (_, pending) = products(lambda: input_grad(run.roots, run.grads, run.inputs))
-    weights, _ = products(lambda: weight_grad(pending))
-    assert (inputs, weights) == (2, 2)
-
-
-class Holder:
-    """An object that lives as long as the node that refers to it."""
-
-
-class Holding(torch.autograd.Function):
-    """The identity; its node refers to a `Holder`."""
-
-    @staticmethod
-    def forward(ctx, x, holders):
-        """x."""
-        ctx.holder = Holder()
-        holders.append(weakref.ref(ctx.holder))
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        """The gradient."""
-        return grad, None
-
-
-@pytest.mark.parametrize(
-    "forward",
-    [
-        lambda m, x, holders: Holding.apply(m.b(Holding.apply(m.a(x), holders)), holders),
-        lambda m, x, holders: Holding.apply(m.a(Holding.apply(m.a(x), holders)), holders),
-        lambda m, x, holders: (
-            Holding.apply(m.a(x), holders),
-            Holding.apply(m.b(torch.ones(2, 4)), holders),
-        ),
-    ],
-    ids=["in series", "used twice", "off the path"],
-)
-@pytest.mark.parametrize("finished", [True, False], ids=["after W", "W never came"])
-def test_nothing_keeps_the_graph_once_the_weight_part_is_done_or_dropped(forward, finished):
-    """Activations are most of the memory; they must be freed at once, not by the garbage collector."""
-    holders: list[weakref.ref[Holder]] = []
-    gc.collect()
-    gc.disable()
-    try:
-        run = Run.of(Pair(), lambda m, x: forward(m, x, holders), [random(3, 4)])
-        _, pending = input_grad(run.roots, run.grads, run.inputs)
-        run.roots.clear()
-        assert any(ref() is not None for ref in holders)
-        if finished:
-            weight_grad(pending)
-            assert pending.groups == []
-        else:
-            del pending
-        assert [ref() is None for ref in holders] == [True, True]
-    finally:
-        gc.enable()
-
-
-def test_an_error_in_the_backward_leaves_no_hook_behind():
-    """The step is lost, but the next one must not be affected."""
-
-    class Fails(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, grad):
-            raise ValueError("this backward fails")
-
-    module, x = Pair(), random(3, 4).requires_grad_()
-    h = Fails.apply(x)
-    out = module.a(h)
-    with pytest.raises(ValueError, match="this backward fails"):
-        input_grad([out], [torch.ones(3, 4)], [x])
-    before = torch.autograd.grad(out, h, torch.ones(3, 4), retain_graph=True)[0]
-    assert torch.equal(before, torch.ones(3, 4) @ module.a.weight)
-
-
-def test_reentrant_checkpoints_are_refused_by_torch_with_the_alternative():
-    """They do not support a partial backward; torch's message names the other kind, which does."""
-    run = Run.of(
-        Pair(),
-        lambda m, x: checkpoint(lambda h: m.b(m.a(h)), x, use_reentrant=True),
-        [random(3, 4)],
-    )
-    with pytest.raises(RuntimeError, match="use_reentrant=False"):
-        run.split()
-
-
-def test_without_a_gradient_of_any_output_inputs_and_weights_have_none():
-    """A stage may have outputs that nothing behind it uses."""
-    x, weight = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
-    grads, pending = input_grad([x * weight, x + weight], [None, None], [x])
-    assert grads == [None]
-    weight_grad(pending)
-    assert weight.grad is None
-
-
-class TwoProducts(torch.autograd.Function):
-    """x times a weight, and x times its square, of one node."""
-
-    @staticmethod
-    def forward(ctx, x, weight):
-        """Return both."""
-        ctx.save_for_backward(x, weight)
-        return x * weight, x * weight.square()
-
-    @staticmethod
-    def backward(ctx, first, second):
-        """Return the gradients of both inputs."""
-        x, weight = ctx.saved_tensors
-        return first * weight + second * weight.square(), first * x + second * 2 * weight * x
-
-
-@pytest.mark.parametrize("used", [(0,), (1,), (0, 1)], ids=str)
-def test_gradients_of_all_outputs_of_a_node_reach_its_weights(used):
-    """Each by its place among the outputs; those that are not used have none."""
-    grads = []
-    for split in (False, True):
-        x = torch.tensor([2.0, 3.0], requires_grad=True)
-        weight = torch.tensor([5.0, 7.0], requires_grad=True)
-        products = TwoProducts.apply(x, weight)
-        outputs = [products[place] * (place + 1) for place in used]
-        arrived = [torch.tensor([1.0, 10.0]) for _ in used]
-        if split:
-            (x_grad,), pending = input_grad(outputs, arrived, [x])
-            weight_grad(pending)
-        else:
-            torch.autograd.backward(outputs, arrived)
-            x_grad = x.grad
-        grads.append((x_grad.tolist(), weight.grad.tolist()))
-    assert grads[0] == grads[1]

@@ -5,83 +5,26 @@ code may draw, as it is at the beginning of a batch.
 from __future__ import annotations
 
 import random
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from tests.stage.drawing_layers import (
+    Noise,
+    Quiet,
+    batch_of,
+    draws_of,
+    forward,
+    host_number,
+    python_number,
+    seeded,
+)
 from torch import nn
 
 import penstock as ps
 from penstock.errors import RunError
 from penstock.modules import randomness
-from penstock.modules.randomness import stream_seed
-from penstock.stage.stage_random import Place, StageDraws
-
-CPU = torch.device("cpu")
-SEED = 11
-
-
-def parts_of(*modules, first=0):
-    """Return the layers of a stage that begins with layer `first`."""
-    return [
-        SimpleNamespace(index=first + place, name=f"layer{first + place}", module=module)
-        for place, module in enumerate(modules)
-    ]
-
-
-def draws_of(*modules, first=0, **options):
-    """Return the random numbers of a stage, and its layers."""
-    parts = parts_of(*modules, first=first)
-    options = {"joined": {}, **options}
-    return StageDraws(parts, CPU, SEED, **options), parts
-
-
-class Batch(SimpleNamespace):
-    """A batch, which is known by a weak reference."""
-
-
-def batch_of(step=0, *, training=True, count=2):
-    """Return a batch of some micro-batches."""
-    return Batch(step=step, training=training, inputs=[None] * count)
-
-
-def forward(draws, parts, batch, number, value, *, again=False):
-    """Run all layers on a micro-batch, as a stage does."""
-    place = Place(batch, number)
-    method = draws.call_again if again else draws.call
-    if not again:
-        draws.begin(batch)
-    with draws.running():
-        for part in parts:
-            value = method(part, place, part.module, value)
-    return value
-
-
-def seeded(function, *components):
-    """Return what a function draws from a stream."""
-    seed = stream_seed(SEED, *components)
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        return function()
-
-
-class Noise(nn.Module):
-    """A layer that adds random numbers of torch."""
-
-    def forward(self, x):
-        """Add them."""
-        return x + torch.rand(3)
-
-
-class Quiet(nn.Module):
-    """A layer of the user that draws nothing, as its code proves."""
-
-    rate = 0.0
-
-    def forward(self, x):
-        """Apply a function."""
-        return torch.relu(x)
+from penstock.stage.stage_random import Place
 
 
 def test_a_stream_depends_on_seed_step_layer_and_micro_batch_alone():
@@ -289,11 +232,6 @@ class Hidden(nn.Module):
         return x + self.function[0]()
 
 
-def python_number():
-    """Draw from Python's generator."""
-    return random.random()
-
-
 def numpy_number():
     """Draw from NumPy's generator."""
     return float(np.random.rand())  # noqa: NPY002
@@ -305,14 +243,6 @@ class Mentions(nn.Module):
     def forward(self, x):
         """Add a random number."""
         return x + python_number() + numpy_number()
-
-
-def host_number(function, *components):
-    """Return what a function draws from a stream of the host."""
-    seed = stream_seed(SEED, *components)
-    random.seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)  # noqa: NPY002
-    return function()
 
 
 @pytest.mark.parametrize(
@@ -370,91 +300,6 @@ def test_a_forward_that_is_replaced_in_one_instance_is_read_for_that_one():
             assert float(result) == pytest.approx(expected, rel=1e-6)
 
 
-class DrawingBackward(torch.autograd.Function):
-    """The identity, whose gradient is multiplied by what a function draws."""
-
-    @staticmethod
-    def forward(ctx, x, function):
-        """Return a copy."""
-        ctx.function = function
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        """Multiply the gradient."""
-        return grad * ctx.function(), None
-
-
-class InBackward(nn.Module):
-    """A layer that draws in its backward, and in its forward by torch."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.functions = [function]
-
-    def forward(self, x):
-        """Run the function."""
-        return DrawingBackward.apply(x + 0 * torch.rand(1), self.functions[0])
-
-
-@pytest.mark.parametrize("function", [lambda: torch.rand(3), python_number], ids=["torch", "host"])
-def test_a_backward_draws_from_the_streams_of_its_layers(function):
-    """Of each layer of its own, whatever the order of the micro-batches; generators of the caller
-    stay as they were.
-    """
-    draws, parts = draws_of(InBackward(function), nn.Identity(), InBackward(function))
-    for step in range(5):
-        batch = batch_of(step)
-        leaves = [torch.ones(3, requires_grad=True) for _ in range(2)]
-        outputs = [forward(draws, parts, batch, n, leaf) for n, leaf in enumerate(leaves)]
-        assert draws.watches_backward
-        torch.manual_seed(step)
-        random.seed(step)
-        states = torch.get_rng_state(), random.getstate()
-        for number in (1, 0):
-            with draws.backward(Place(batch, number)):
-                outputs[number].sum().backward()
-            factors = []
-            for index in (0, 2):
-                components = (step, index, number, 2)
-                host_number(int, *components)
-                factors.append(seeded(function, *components))
-            random.setstate(states[1])
-            torch.testing.assert_close(leaves[number].grad, torch.ones(3) * factors[0] * factors[1])
-        assert torch.equal(torch.get_rng_state(), states[0])
-
-
-class Forked(nn.Module):
-    """A layer whose two outputs draw in their backward."""
-
-    def forward(self, x):
-        """Return both."""
-        x = x + 0 * torch.rand(1)
-        one, other = (DrawingBackward.apply(x, lambda: torch.rand(1)) for _ in range(2))
-        return one, other
-
-
-class Passing(nn.Module):
-    """A layer that draws and passes on its input itself."""
-
-    def forward(self, x):
-        """Return it."""
-        torch.rand(1)
-        return x
-
-
-def test_what_a_layer_passes_on_belongs_to_the_layer_that_has_computed_it():
-    """Its backward draws from the stream of that one."""
-    draws, parts = draws_of(InBackward(lambda: torch.rand(3)), Passing())
-    for step in range(2):
-        batch = batch_of(step, count=1)
-        leaf = torch.ones(3, requires_grad=True)
-        output = forward(draws, parts, batch, 0, leaf)
-        with draws.backward(Place(batch, 0)):
-            output.sum().backward()
-        torch.testing.assert_close(leaf.grad, seeded(lambda: torch.rand(3), step, 0, 0, 2))
-
-
 def test_code_that_names_a_generator_is_seeded_from_the_batch_on_in_which_it_comes():
     """Although it does not draw in the batches that are observed."""
     module, draws_now = Plain(), []
@@ -471,77 +316,6 @@ def test_code_that_names_a_generator_is_seeded_from_the_batch_on_in_which_it_com
     random.seed(3)
     result = forward(draws, parts, batch_of(3, count=1), 0, x)
     assert float(result) == pytest.approx(expected, rel=1e-6)
-
-
-def test_a_layer_is_seeded_once_in_a_backward_that_reaches_several_of_its_outputs():
-    """Else each output would draw the same numbers."""
-    draws, (part,) = draws_of(Forked())
-    batch = batch_of(0, count=1)
-    leaf = torch.ones(1, requires_grad=True)
-    place = Place(batch, 0)
-    draws.begin(batch)
-    with draws.running():
-        one, other = draws.call(part, place, part.module, leaf)
-    with draws.backward(place):
-        (one + other).sum().backward()
-    numbers = seeded(lambda: torch.rand(1) + torch.rand(1), 0, 0, 0, 2)
-    torch.testing.assert_close(leaf.grad, numbers)
-
-
-def test_a_layer_that_draws_in_its_backward_is_refused_in_split_backwards():
-    """It would draw in both parts. The message names the layers of the stage."""
-    draws, parts = draws_of(InBackward(python_number), nn.Identity(), first=3)
-    batch = batch_of(0)
-    leaf = torch.ones(3, requires_grad=True)
-    output = forward(draws, parts, batch, 0, leaf)
-    with (
-        pytest.raises(RunError, match="a layer among layer3, layer4 draws random numbers in its"),
-        draws.backward(Place(batch, 0), weights_only=True),
-    ):
-        output.sum().backward()
-    before = random.getstate()
-    with draws.backward(Place(batch, 1), weights_only=True):
-        pass
-    assert random.getstate() == before
-
-
-def test_backwards_are_watched_as_long_as_they_may_draw():
-    """All of the first batch, where there is code of the user; ever after if one has drawn."""
-    draws, parts = draws_of(Quiet())
-    batch = batch_of(0, count=2)
-    forward(draws, parts, batch, 0, torch.ones(3))
-    for number in range(2):
-        assert draws.watches_backward
-        with draws.backward(Place(batch, number)):
-            pass
-    assert not draws.watches_backward
-    batch = batch_of(1, count=2)
-    forward(draws, parts, batch, 0, torch.ones(3))
-    assert draws.watches_backward, "one of batch 2"
-    with draws.backward(Place(batch, 0)):
-        torch.rand(1)
-    for step in range(2, 5):
-        batch = batch_of(step, count=2)
-        for number in range(2):
-            forward(draws, parts, batch, number, torch.ones(3))
-            assert draws.watches_backward
-            with draws.backward(Place(batch, number)):
-                pass
-    draws, _ = draws_of(nn.Linear(3, 3), nn.ReLU())
-    draws.begin(batch_of(0))
-    assert not draws.watches_backward
-
-
-def test_compiled_backwards_are_watched_if_a_forward_has_drawn():
-    """Dispatch modes must not be entered around compiled code, so no backward is observed."""
-    draws, parts = draws_of(Quiet(), compiled=True)
-    forward(draws, parts, batch_of(0), 0, torch.ones(3))
-    assert not draws.watches_backward
-    draws, parts = draws_of(Noise(), compiled=True)
-    forward(draws, parts, batch_of(0, training=False), 0, torch.ones(3))
-    assert not draws.watches_backward
-    forward(draws, parts, batch_of(0), 0, torch.ones(3))
-    assert draws.watches_backward
 
 
 def test_layers_that_are_compiled_as_one_function_must_not_begin_to_draw():
