@@ -124,7 +124,7 @@ def fault_of_rows(column: Sequence[Tensor], samples: Sequence[int]) -> str | Non
     rows_per_sample = {len(tensor) / count for tensor, count in zip(column, samples, strict=True)}
     # An output (tokens, samples, features) passes the test of rows when tokens divide evenly.
     has_samples_second = all(
-        tensor.dim() > 2 and len(tensor) != count == tensor.shape[1]
+        tensor.dim() > 2 and len(tensor) != count and tensor.shape[1] == count
         for tensor, count in zip(column, samples, strict=True)
     )
     if len(rows_per_sample) == 1 and rows_per_sample.pop().is_integer() and not has_samples_second:

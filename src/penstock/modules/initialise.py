@@ -151,7 +151,12 @@ def _innermost_first(paths: Sequence[str]) -> list[str]:
     all_paths: dict[str, None] = {}
     for path in paths:
         all_paths.update(dict.fromkeys(_enclosing_paths(path)))
-    return sorted(all_paths, key=lambda path: -(path.count(".") + (path != "")))
+    return sorted(all_paths, key=_depth, reverse=True)
+
+
+def _depth(path: str) -> int:
+    """Return the number of modules around the module at a path."""
+    return path.count(".") + 1 if path else 0
 
 
 def _initialiser(model: nn.Module, path: str) -> Any:

@@ -68,22 +68,22 @@ class FastPath:
             inputs: its inputs.
             output: its output; None on the last stage.
         """
-        graph_form = self._builder.form(batch, micro_batch)
-        one_output = self._builder.loss is not None if output is None else output.structure == ""
-        settled = self._builder.in_place.excluded(training=True)
-        settled = settled and self._activation_meter.settled(graph_form)
-        form = batch.forms[micro_batch]
+        builder, meter = self._builder, self._activation_meter
+        form, graph_form = batch.forms[micro_batch], builder.form(batch, micro_batch)
+        one_input = inputs.structure == ""
+        one_output = builder.loss is not None if output is None else output.structure == ""
         # The fast path takes the gradient of its input from `leaf.grad`, see `InputGrads`.
         same_layout = form in self._same_layouts or not any(inputs.wants_grad)
         if (
-            settled
-            and same_layout
+            one_input
             and one_output
-            and inputs.structure == ""
+            and same_layout
+            and builder.in_place.excluded(training=True)
+            and meter.settled(graph_form)
             and not batch.cuts_tokens
             and not batch.keeps_outputs
         ):
-            self.bytes_by_form[form] = self._activation_meter.size(graph_form)
+            self.bytes_by_form[form] = meter.size(graph_form)
 
     def forward(
         self, batch: Batch, micro_batch: int, arrived: Payload | None, size: int

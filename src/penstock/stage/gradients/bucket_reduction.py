@@ -252,14 +252,15 @@ class PowerSgd:
         self._vectors: list[Tensor] = []
         self._matrices: list[Tensor] = []
         self._errors = _matrices(self._error, matrices)
-        left_count = sum(m for _, m, _ in matrices) * rank
-        right_count = sum(n for *_, n in matrices) * rank
+        row_counts = [rows for _, rows, _ in matrices]
+        column_counts = [columns for _, _, columns in matrices]
+        left_count, right_count = sum(row_counts) * rank, sum(column_counts) * rank
         vector_count = sum(count for _, count in vectors)
         # The left factors and the vectors are summed together in the first round.
         self._first = self._error.new_empty(left_count + vector_count)
         self._second = self._error.new_empty(right_count)
-        self._lefts = _factors(self._first, [m for _, m, _ in matrices], rank)
-        self._rights = _factors(self._second, [n for *_, n in matrices], rank)
+        self._lefts = _factors(self._first, row_counts, rank)
+        self._rights = _factors(self._second, column_counts, rank)
         self._plain = self._first[left_count:]
         self.reset()
 
@@ -379,7 +380,10 @@ def parse_hook(hook: str) -> tuple[str, int]:
 
 def _matrices(memory: Tensor, places: Sequence[tuple[int, int, int]]) -> list[Tensor]:
     """Return matrices in a flat tensor, each with its first element, rows and columns."""
-    return [memory[a : a + m * n].view(m, n) for a, m, n in places]
+    return [
+        memory[first : first + rows * columns].view(rows, columns)
+        for first, rows, columns in places
+    ]
 
 
 def _factors(memory: Tensor, lengths: Sequence[int], rank: int) -> list[Tensor]:

@@ -185,10 +185,11 @@ class ParallelStage:
         """Yield FSDP's groups of parameters, from the last layer to the first."""
         for module in reversed(self._wrapped):
             state = _state_of(module)
-            # Several groups since torch 2.13.
-            yield from getattr(state, "_fsdp_param_groups", None) or filter(
-                None, [state._fsdp_param_group]
-            )
+            groups = getattr(state, "_fsdp_param_groups", None)  # since torch 2.13
+            if not groups:
+                groups = [state._fsdp_param_group]
+            # A module whose parameters are all in groups of its submodules has none.
+            yield from [group for group in groups if group is not None]
 
     def _check_meshes(self) -> None:
         """Check over which dimensions of the mesh the layers are shared.
