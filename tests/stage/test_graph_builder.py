@@ -195,7 +195,10 @@ def test_outputs_on_another_device_do_not_leave():
         build(builder, torch.ones(2))
 
 
-@pytest.mark.parametrize(("autocast", "dtype"), [(None, torch.float32), (torch.bfloat16,) * 2])
+@pytest.mark.parametrize(
+    ("autocast", "dtype"),
+    [(None, torch.float32), (torch.bfloat16,) * 2, (torch.float16,) * 2],
+)
 def test_layers_and_loss_run_in_mixed_precision_if_requested(autocast, dtype):
     """The context ends with the forward."""
     seen = []
