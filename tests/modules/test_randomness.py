@@ -5,14 +5,25 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import random
 import threading
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
-from penstock.modules.randomness import drawing, may_draw, seed_generators, stream_seed
+from penstock.modules.host_random import host_state, restore_host
+from penstock.modules.randomness import (
+    drawing,
+    generator_states,
+    has_drawn,
+    may_draw,
+    seed_generators,
+    set_generator_states,
+    stream_seed,
+)
 from penstock.tracing.traced_chain import chain
 from penstock.zoo.blocks.layers import HeConv2d, NormalEmbedding, NormalLinear
 from penstock.zoo.catalogue import model
@@ -374,3 +385,32 @@ def test_threads_draw_one_after_another_and_may_nest():
         thread.join()
     assert len(drawn) == 200
     assert len({tuple(values.tolist()) for values in drawn.values()}) == 4
+
+
+@pytest.mark.parametrize("host", [False, True])
+def test_generators_of_the_host_are_seeded_and_restored_on_request(host):
+    """That takes longer than all else, and most layers draw from torch alone."""
+    state = host_state()
+    try:
+        before = random.getstate()
+        with drawing(CPU, host=host):
+            seed_generators(CPU, 5, host=host)
+            first = (random.random(), np.random.random(), torch.rand(1).item())  # noqa: NPY002
+            seed_generators(CPU, 5, host=host)
+            again = (random.random(), np.random.random(), torch.rand(1).item())  # noqa: NPY002
+        assert [a == b for a, b in zip(first, again, strict=True)] == [host, host, True]
+        assert (random.getstate() == before) is host
+    finally:
+        restore_host(state)
+
+
+def test_states_of_generators_tell_whether_a_number_was_drawn():
+    """Restored, they repeat it."""
+    with drawing(CPU):
+        before = generator_states(CPU)
+        assert not has_drawn(CPU, before)
+        first = torch.rand(1)
+        assert has_drawn(CPU, before)
+        set_generator_states(CPU, before)
+        assert not has_drawn(CPU, before)
+        assert torch.equal(torch.rand(1), first)
