@@ -164,10 +164,12 @@ def test_a_module_of_torch_that_draws_prevents_a_proof():
     assert prove_no_draws(nn.Sequential(Plain(), nn.RReLU())) is None
 
 
-def test_a_hook_prevents_a_proof():
+@pytest.mark.parametrize("register", ["register_forward_hook", "register_forward_pre_hook"])
+@pytest.mark.parametrize("place", [lambda block: block, lambda block: block.layers[0]])
+def test_a_hook_prevents_a_proof(register, place):
     """A hook may draw."""
     block = Plain()
-    block.layers[0].register_forward_hook(lambda *_: None)
+    getattr(place(block), register)(lambda *_: None)
     assert prove_no_draws(block) is None
 
 
