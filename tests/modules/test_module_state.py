@@ -372,6 +372,35 @@ def test_restored_variables_are_the_same_objects_with_the_same_contents():
     assert all(vars(keeper)[name] is value for name, value in attributes.items())
 
 
+def test_containers_in_containers_are_restored_too():
+    """A log of lists by name must not keep what an observation has appended."""
+    inner, queue, tensor = [1], deque([2]), torch.zeros(1)
+    log = {"losses": inner, "pair": (queue, {"tensor": tensor})}
+    state, keeper = state_of(log=log)
+    values, snapshots = state.values(), state.keep()
+    inner.append(3)
+    queue.clear()
+    tensor.add_(1)
+    log["losses"] = []
+    log["pair"][1]["new"] = 4
+    assert differing_names(values, state.values()) == ["layer.log"]
+    state.put_back(snapshots)
+    assert differing_names(values, state.values()) == []
+    assert keeper.log["losses"] is inner
+    assert keeper.log["pair"][1]["tensor"] is tensor
+
+
+def test_a_container_that_contains_itself_is_restored():
+    """As deep as it is compared."""
+    ring = [1]
+    ring.append(ring)
+    state, _ = state_of(ring=ring)
+    snapshots = state.keep()
+    ring[0] = 2
+    state.put_back(snapshots)
+    assert (ring[0], ring[1] is ring, len(ring)) == (1, True, 2)
+
+
 def test_variables_that_appeared_later_stay():
     """There is nothing to restore them to."""
     state, keeper = state_of(number=1)

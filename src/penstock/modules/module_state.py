@@ -55,10 +55,12 @@ class Snapshot:
     Attributes:
         value: the object.
         content: a copy of its contents, if it is mutable.
+        items: of a container, the items that can be restored themselves.
     """
 
     value: Any
     content: Any
+    items: tuple[Snapshot, ...] = ()
 
 
 class ModuleState:
@@ -126,11 +128,7 @@ class ModuleState:
 
     def keep(self) -> dict[str, Snapshot]:
         """Return snapshots of these variables, for `put_back`."""
-        snapshots = {}
-        for name, place in self.places().items():
-            value = place.get()
-            snapshots[name] = Snapshot(value, _copy_contents(value))
-        return snapshots
+        return {name: _snapshot(place.get()) for name, place in self.places().items()}
 
     def put_back(self, snapshots: Mapping[str, Snapshot]) -> None:
         """Restore these variables: the same objects with the same contents."""
@@ -299,6 +297,18 @@ def _set_cell(cell: CellType, value: Any) -> None:
     cell.cell_contents = value
 
 
+def _snapshot(value: Any, depth: int = _DEPTH) -> Snapshot:
+    """Return a snapshot of a value and of what it contains, as far as `content` compares it."""
+    items: Iterable[Any] = ()
+    if depth and isinstance(value, (list, tuple, deque)):
+        items = _ends(list(value))
+    elif depth and isinstance(value, dict):
+        items = _ends(list(value.values()))
+    snapshots = [_snapshot(item, depth - 1) for item in items]
+    mutable = tuple(entry for entry in snapshots if entry.content is not None or entry.items)
+    return Snapshot(value, _copy_contents(value), mutable)
+
+
 def _copy_contents(value: Any) -> Any:
     """Return a copy of the contents of a mutable value, for `_restore_content`; else None."""
     if isinstance(value, Tensor):
@@ -320,6 +330,8 @@ def _copy_contents(value: Any) -> Any:
 
 def _restore_content(snapshot: Snapshot) -> None:
     """Write the content of a snapshot back into its object, in place."""
+    for item in snapshot.items:
+        _restore_content(item)
     value, before = snapshot.value, snapshot.content
     if isinstance(value, Tensor):
         value.data.copy_(before)  # .data: does not count as a change where a graph saved it
