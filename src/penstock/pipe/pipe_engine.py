@@ -181,7 +181,7 @@ class Engine:
                     execution.run_partition(partition)
 
             jobs = [partial(job, partition) for partition in range(len(half_step.partitions))]
-            in_turn = any(stage.randomness.exclusive for stage in self.stages)
+            in_turn = any(stage.randomness.observes_layers for stage in self.stages)
             self._threads.run(jobs, execution.stop, in_turn=in_turn)
         else:
             with autocast.restored():

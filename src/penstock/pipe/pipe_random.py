@@ -10,11 +10,12 @@ all random numbers, and a model that draws nothing leaves the generator as it is
 
 Some layers hold the generators exclusively while they run: layers that use `torch.utils.checkpoint`
 inside, which saves torch's random state and sets it again in the backward, and layers that draw
-from Python's `random` or from `numpy.random`. Forwards number 1, 2, 4, 8 and so on are observed to
-detect such layers. The numbers are the same with and without exclusive use.
+from Python's `random` or from `numpy.random`. To detect such layers, forwards number 1, 2, 4, 8 and
+so on are observed: all layers with code of the user then hold the generators exclusively. The
+numbers are the same with and without exclusive use.
 
-Intercepting costs about 10 µs per op. It is left out for a partition whose first forward drew
-nothing, and for one whose modules are known never to draw.
+Intercepting costs about 10 µs per op. It is left out for a partition whose modules are known never
+to draw, and, except in observed forwards, for one whose last intercepted forward drew nothing.
 """
 
 from __future__ import annotations
@@ -53,7 +54,6 @@ class ForwardSeed:
 
     def __init__(self) -> None:
         self._seed: int | None = None
-        self._advanced = False
         self.drew = False
 
     def get(self) -> int:
@@ -63,14 +63,18 @@ class ForwardSeed:
         `drawing` restores that state afterwards.
         """
         if self._seed is None:
-            self._seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
+            self._seed = _draw_seed()
         return self._seed
 
     def advance_generator(self) -> None:
         """At the end of the forward, advance the caller's generator by the seed if layers drew."""
-        if self.drew and not self._advanced:
-            self._advanced = True
-            torch.empty((), dtype=torch.int64, device="cpu").random_()
+        if self.drew:
+            _draw_seed()
+
+
+def _draw_seed() -> int:
+    """Draw a seed from torch's default generator."""
+    return int(torch.empty((), dtype=torch.int64, device="cpu").random_())
 
 
 class SeededOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -105,9 +109,12 @@ class SeededOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._randomness = randomness
         self._context = _checkpoint_context()
         self.drew = False
+        # The layer that runs; None in hooks of the partition before its first layer.
         self._layer = 0
         self._layer_randomness: LayerRandomness | None = None
+        # Whether that layer holds the generators, which then have the state of its stream.
         self._exclusive = False
+        # The state of its stream after its last random op; None before the first one.
         self._stream_state: list[torch.Tensor] | None = None
 
     def run(self, layer: int, module: nn.Module, value: Any) -> Any:
@@ -119,16 +126,15 @@ class SeededOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
             value: its input.
         """
         self._layer, self._stream_state = layer, None
-        layer_randomness = self._layer_randomness = self._randomness.of_layer(module)
-        needs_generators = (
-            layer_randomness.host_random
-            or layer_randomness.random_in_rerun
-            or self._randomness.observing
-        )
-        if not (layer_randomness.user_code and needs_generators):
-            return module(value)
+        self._layer_randomness = self._randomness.of_layer(module)
+        if self._randomness.needs_exclusive_use(self._layer_randomness):
+            return self._run_exclusively(module, value, self._layer_randomness)
+        return module(value)
+
+    def _run_exclusively(self, module: nn.Module, value: Any, randomness: LayerRandomness) -> Any:
+        """Run a layer that holds all generators, seeded with its stream, until it ends."""
         with drawing(self._device, host=True):
-            # The mode must not intercept the op that draws the forward's seed.
+            # Before seeding: this mode must not intercept the op that draws the forward's seed.
             self._exclusive = True
             try:
                 seed_generators(self._device, self._stream(), host=True)
@@ -138,7 +144,7 @@ class SeededOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._exclusive = False
             drew_on_host = not equal_states(host_before, host_state())
             drew = drew_on_host or has_drawn(self._device, states_before)
-        layer_randomness.host_random |= drew_on_host
+        randomness.host_random |= drew_on_host
         if drew:
             self._record_draw("numpy.random or random" if drew_on_host else "an op of torch")
         return output
@@ -161,15 +167,33 @@ class SeededOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
             or not draws_with(func, args, kwargs)
         ):
             return func(*args, **kwargs)
-        layer_randomness = self._layer_randomness
-        reruns = layer_randomness is not None and _checkpoint_context() != self._context
+        randomness = self._layer_randomness
+        will_rerun = randomness is not None and _checkpoint_context() != self._context
         if self._exclusive:
-            assert layer_randomness is not None
-            layer_randomness.random_in_rerun |= reruns
+            assert randomness is not None
+            randomness.random_in_rerun |= will_rerun
             return func(*args, **kwargs)
+        result, drew = self._draw_from_stream(func, args, kwargs)
+        if drew:
+            self._record_draw(str(func))
+            if will_rerun and randomness is not None and randomness.user_code:
+                randomness.random_in_rerun = True
+                raise RuntimeError(
+                    f"layer {self._layer} of a Pipe drew random numbers ({func}) inside "
+                    "torch.utils.checkpoint, or without gradients, and had not done so before. The "
+                    "next forward allows for it: repeat the batch"
+                )
+        return result
+
+    def _draw_from_stream(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, bool]:
+        """Run one op with the generators in the state of its layer's stream.
+
+        Other partitions draw from the same generators between two ops of a layer.
+
+        Returns:
+            The result of the op, and whether it drew a number.
+        """
         with drawing(self._device):
-            # Other partitions draw from the same generators in between: the stream's state is put
-            # there for one op.
             if self._stream_state is None:
                 seed_generators(self._device, self._stream())
             else:
@@ -177,16 +201,7 @@ class SeededOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
             before = generator_states(self._device)
             result = func(*args, **kwargs)
             self._stream_state = generator_states(self._device)
-        if not all(map(torch.equal, before, self._stream_state)):
-            self._record_draw(str(func))
-            if reruns and layer_randomness is not None and layer_randomness.user_code:
-                layer_randomness.random_in_rerun = True
-                raise RuntimeError(
-                    f"layer {self._layer} of a Pipe drew random numbers ({func}) inside "
-                    "torch.utils.checkpoint, or without gradients, and had not done so before. The "
-                    "next forward allows for it: repeat the batch"
-                )
-        return result
+        return result, not all(map(torch.equal, before, self._stream_state))
 
 
 def _checkpoint_context() -> tuple[bool, object]:
@@ -203,7 +218,8 @@ class LayerRandomness:
     """What is known about the random numbers of one layer.
 
     Attributes:
-        user_code: whether the layer runs code outside of torch.
+        user_code: whether the layer runs code outside of torch. Only such a layer can have one of
+            the following two attributes.
         host_random: whether it draws, or its code mentions, `random` or `numpy.random`.
         random_in_rerun: whether it draws inside `torch.utils.checkpoint`.
     """
@@ -218,51 +234,50 @@ class PartitionRandomness:
     """What is known about the random numbers of one partition, from its code and from past runs.
 
     Attributes:
+        may_draw: whether the modules may draw; if not, they are known never to.
         observing: whether the present run is one of those observed on schedule (1, 2, 4, 8, ...).
-        always_observe: observe every run, because an unobserved one may have drawn.
+        always_intercept: intercept the ops of every run, because one without interception may have
+            drawn.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._layers: dict[nn.Module, LayerRandomness] = {}
-        self._runs = 0
-        self._backward_draws = False
+        self.may_draw = False
         self.observing = True
+        self.always_intercept = False
+        self._runs = 0
         self._parts: list[nn.Module] = []
-        self._may_draw = False
-        # By training mode: the dropout rates with which an observed forward drew nothing.
+        self._layers: dict[nn.Module, LayerRandomness] = {}
+        # By training mode: the dropout rates with which an intercepted forward drew nothing.
         self._rates_without_draws: dict[bool, object] = {}
         self._attributes = Attributes(())
-        self.always_observe = False
+        self._backward_draws = False
 
     def begin_run(self, parts: list[nn.Module], training: bool) -> bool:
         """Count a forward; return whether the random ops of its partition must be intercepted.
-
-        Not if the partition cannot draw, or drew nothing in the last observed forward with the same
-        dropout rates.
 
         Args:
             parts: all modules of the partition.
             training: whether the partition is in training mode.
         """
         if parts != self._parts:
-            hooks = self._module._forward_hooks or self._module._forward_pre_hooks
-            self._parts = parts
-            self._may_draw = bool(hooks) or any(map(may_draw, self._module.children()))
-            self._rates_without_draws = {}
-            self._layers, self._runs = {}, 0
-            self._attributes = Attributes(self._module.children())
+            self._examine_modules(parts)
         self._runs += 1
-        self.observing = self._may_draw and is_due(self._runs)
-        if self.observing:
-            return True
-        if not self._may_draw:
+        self.observing = self.may_draw and is_due(self._runs)
+        if not self.may_draw:
             return False
-        drew_nothing = (
-            training in self._rates_without_draws
-            and self._rates_without_draws[training] == self._dropout_rates()
-        )
-        return self.always_observe or not drew_nothing
+        if self.observing or self.always_intercept:
+            return True
+        return self._rates_without_draws.get(training) != self._dropout_rates()
+
+    def _examine_modules(self, parts: list[nn.Module]) -> None:
+        """Begin anew with the modules that the partition has now."""
+        has_hooks = self._module._forward_hooks or self._module._forward_pre_hooks
+        self.may_draw = bool(has_hooks) or any(map(may_draw, self._module.children()))
+        self._runs = 0
+        self._parts, self._layers = parts, {}
+        self._rates_without_draws = {}
+        self._attributes = Attributes(self._module.children())
 
     def of_layer(self, module: nn.Module) -> LayerRandomness:
         """Return what is known about one of the partition's layers."""
@@ -270,42 +285,45 @@ class PartitionRandomness:
             self._layers[module] = LayerRandomness(module)
         return self._layers[module]
 
-    def backward(self, device: torch.device) -> AbstractContextManager[None]:
-        """Enclose a backward: reserve the generators for it if layers draw in it."""
-        return self._observed_backward(device) if self._may_draw else nullcontext()
+    def needs_exclusive_use(self, layer: LayerRandomness) -> bool:
+        """Whether a layer holds the generators exclusively in the present run."""
+        is_observed = self.observing and layer.user_code
+        return is_observed or layer.host_random or layer.random_in_rerun
 
     @property
-    def exclusive(self) -> bool:
-        """Whether layers of the present run hold the generators to be observed."""
+    def observes_layers(self) -> bool:
+        """Whether layers of the present run hold the generators because they are observed."""
         return self.observing and any(
             self.of_layer(layer).user_code for layer in self._module.children()
         )
 
+    def backward(self, device: torch.device) -> AbstractContextManager[None]:
+        """Enclose a backward: reserve the generators for it if layers may draw in it."""
+        return self._reserve_generators(device) if self.may_draw else nullcontext()
+
     @contextmanager
-    def _observed_backward(self, device: torch.device) -> Iterator[None]:
-        """Give random ops of a backward their streams, and note whether it has drawn."""
+    def _reserve_generators(self, device: torch.device) -> Iterator[None]:
+        """Reserve the generators for a backward that is observed or known to draw.
+
+        An observed backward records whether it runs random ops.
+        """
         layers = [self.of_layer(layer) for layer in self._module.children()]
-        exclusive = self.exclusive
-        random_in_rerun = any(layer.random_in_rerun for layer in layers)
-        if not (exclusive or self._backward_draws or random_in_rerun):
+        observed = self.observes_layers
+        known_to_draw = self._backward_draws or any(layer.random_in_rerun for layer in layers)
+        if not (observed or known_to_draw):
             yield
             return
         detector = RandomOpDetector()
         with (
             drawing(device),
-            detector if exclusive else nullcontext(),
+            detector if observed else nullcontext(),
             running_backward(device),
         ):
             yield
         self._backward_draws |= detector.detected
 
-    @property
-    def cannot_draw(self) -> bool:
-        """Whether the modules are known never to draw, as opposed to not having drawn so far."""
-        return not self._may_draw
-
     def record_run(self, training: bool, drew: bool) -> None:
-        """Record whether an observed forward of all micro-batches drew random numbers."""
+        """Record whether an intercepted forward of all micro-batches drew random numbers."""
         if drew:
             self._rates_without_draws.pop(training, None)
         else:

@@ -70,12 +70,12 @@ class Run:
     def forward(self) -> list[Payload]:
         """Return the output of the last partition for each micro-batch."""
         engine, runs = self.engine, self.partition_runs
-        unobserved = [
-            (stage, run)
+        # Partitions that may draw and are not intercepted, with the states of the generators.
+        not_intercepted = [
+            (stage, run, generator_states(stage.device))
             for stage, run in zip(engine.stages, runs, strict=True)
-            if not run.observed and not stage.randomness.cannot_draw
+            if stage.randomness.may_draw and not run.intercepted
         ]
-        states_before = [generator_states(stage.device) for stage, _ in unobserved]
         half_step = HalfStep(
             "forward",
             range(self.micro_batch_count),
@@ -91,13 +91,13 @@ class Run:
         self._inputs = ()
         engine.run(half_step, self._autocast)
         for stage, run in zip(engine.stages, runs, strict=True):
-            if run.observed:
+            if run.intercepted:
                 stage.randomness.record_run(run.training, run.drew)
-        for (stage, run), before in zip(unobserved, states_before, strict=True):
-            if has_drawn(stage.device, before):
-                # This partition has drawn, or other code of the process has: observe every
-                # forward from now on.
-                stage.randomness.always_observe = run.may_have_drawn = True
+        for stage, run, states_before in not_intercepted:
+            if has_drawn(stage.device, states_before):
+                # This partition has drawn, or other code of the process has: intercept its ops in
+                # every forward from now on.
+                stage.randomness.always_intercept = run.may_have_drawn = True
         self._forward_seed.advance_generator()
         return [half_step.outputs[number] for number in range(self.micro_batch_count)]
 

@@ -75,11 +75,11 @@ class PartitionRun:
         weights: parameters that require gradients.
         training: whether the partition is in training mode.
         forward_seed: seed of the random numbers.
-        observed: whether random ops are intercepted and recorded.
+        intercepted: whether random ops are intercepted and recorded.
         has_backward: whether there will be a backward.
         recompute_count: the micro-batches below this index are recomputed.
-        drew: whether an observed op has drawn random numbers.
-        may_have_drawn: whether an op may have drawn in a forward that was not observed.
+        drew: whether an intercepted op has drawn random numbers.
+        may_have_drawn: whether an op may have drawn without being intercepted.
         weight_versions: version counters of `weights` at the beginning of the forward.
         training_modes: by module, whether it was in training mode at that time.
         saved: by micro-batch, what its backward needs.
@@ -91,7 +91,7 @@ class PartitionRun:
     weights: list[Tensor]
     training: bool
     forward_seed: ForwardSeed
-    observed: bool
+    intercepted: bool
     has_backward: bool = False
     recompute_count: int = 0
     drew: bool = False
@@ -148,8 +148,8 @@ class PipeStage:
             if parameter is not None and parameter.requires_grad
         }
         training = self.module.training
-        observed = self.randomness.begin_run(modules, training)
-        return PartitionRun(modules, list(weights.values()), training, forward_seed, observed)
+        intercepted = self.randomness.begin_run(modules, training)
+        return PartitionRun(modules, list(weights.values()), training, forward_seed, intercepted)
 
     def forward(
         self, run: PartitionRun, micro_batch: int, arrived: Sequence[Payload]
@@ -296,7 +296,7 @@ class PipeStage:
         }
         value = with_inputs_on(inputs[0].value(), self.device)
         with collecting_side_losses() as side_losses:
-            if self._has_skips or run.observed or (recompute and run.may_have_drawn):
+            if self._has_skips or run.intercepted or (recompute and run.may_have_drawn):
                 with self._reproducible(run, micro_batch, recompute), waiting_skips(skips):
                     output = self.module(value)
             else:
@@ -307,15 +307,14 @@ class PipeStage:
     @contextmanager
     def _reproducible(self, run: PartitionRun, micro_batch: int, recompute: bool) -> Iterator[None]:
         """Make the random numbers of a forward reproducible, if it may draw any."""
-        undetected = recompute and run.may_have_drawn
-        if not run.observed and not undetected:
+        if not (run.intercepted or (recompute and run.may_have_drawn)):
             yield
             return
         seeded_ops = SeededOps(
             run.forward_seed,
             self.device,
             micro_batch,
-            self._undetected_draw_error if undetected and not run.observed else None,
+            None if run.intercepted else self._undetected_draw_error,
             self.randomness,
         )
         self.module.seeded_ops = seeded_ops
