@@ -185,6 +185,18 @@ def test_equal_infinities_and_nan_are_no_difference():
     assert pipe.compare_with_one_device(torch.randn(3, 3), torch.ones(3, 3)).relative < 1e-6
 
 
+class Masking(nn.Module):
+    """A layer with a mask as a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.tensor([True, False, True, True, False, True]))
+
+    def forward(self, x):
+        """Apply the mask."""
+        return x * self.mask
+
+
 class Centred(nn.Module):
     """A layer whose output for a sample depends on the other samples."""
 
@@ -218,6 +230,13 @@ def test_the_undivided_batch_is_compared_too():
     assert (
         "with the undivided batch: largest relative difference" in str(comparison).splitlines()[-1]
     )
+
+
+def test_a_model_with_a_mask_of_bool_is_compared():
+    """Masks of attention are such buffers, and torch has no absolute values of bool."""
+    comparison = of(Masking())
+    assert comparison.buffers == {"1.mask": 0.0}
+    assert comparison.relative < 1e-5
 
 
 def test_a_model_that_mixes_samples_differs_from_the_undivided_batch_alone():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -19,6 +18,12 @@ from penstock.ranks.results import by_micro_batch
 from penstock.runtime.assembly import Assembly
 from penstock.runtime.comparison.numeric_settings import numeric_settings
 from penstock.runtime.comparison.one_device import OneDevice, output_leaves
+from penstock.runtime.comparison.tensor_differences import (
+    difference,
+    differences,
+    largest,
+    loss_difference,
+)
 from penstock.runtime.comparison.undivided_batch import (
     DRAWS,
     NEXT_TO_NOTHING,
@@ -286,17 +291,17 @@ def _compare_accumulated(reference: OneDevice, results: _Results) -> Comparison:
     buffers = _buffers(reference, results.state, reference_grads)
     outputs = output_leaves(reference.batch, results.outputs)
     expected = reference.output_leaves()
-    scale = {name: _largest(grad) for name, grad in reference_grads.items()}
+    scale = {name: largest(grad) for name, grad in reference_grads.items()}
     scale["loss"] = abs(reference.loss)
-    scale |= {f"buffer {name}": _largest(reference_state[name]) for name in buffers}
-    scale |= {f"output {place}": max(map(_largest, row)) for place, row in expected.items()}
+    scale |= {f"buffer {name}": largest(reference_state[name]) for name in buffers}
+    scale |= {f"output {place}": max(map(largest, row)) for place, row in expected.items()}
     return Comparison(
-        gradients=_differences(results.grads, reference_grads),
-        buffers=_differences(buffers, reference_state),
-        loss=_loss_difference(float(results.loss), reference.loss),
+        gradients=differences(results.grads, reference_grads),
+        buffers=differences(buffers, reference_state),
+        loss=loss_difference(float(results.loss), reference.loss),
         scale=scale,
         outputs={
-            place: max(map(_difference, outputs[place], row)) for place, row in expected.items()
+            place: max(map(difference, outputs[place], row)) for place, row in expected.items()
         },
     )
 
@@ -328,48 +333,13 @@ def _compare_whole(reference: OneDevice, results: _Results) -> WholeBatch:
         causes.append(DRAWS)
     if reference.sides:
         causes.append(SIDES)
-    scale = {name: _largest(grad) for name, grad in reference_grads.items()}
+    scale = {name: largest(grad) for name, grad in reference_grads.items()}
     scale["loss"] = abs(reference.loss)
     dtypes = (grad.dtype for grad in reference_grads.values())
     return WholeBatch(
-        _differences(results.grads, reference_grads),
-        _loss_difference(float(results.loss), reference.loss),
+        differences(results.grads, reference_grads),
+        loss_difference(float(results.loss), reference.loss),
         scale,
         tuple(causes),
         coarse(dtypes, reference.training.options.autocast_dtype),
     )
-
-
-def _loss_difference(loss: float, reference: float) -> float:
-    """Return the absolute difference of two losses; 0 for two NaN, infinite for one."""
-    if loss == reference or (math.isnan(loss) and math.isnan(reference)):
-        return 0.0
-    if math.isnan(loss) or math.isnan(reference):
-        return math.inf
-    return abs(loss - reference)
-
-
-def _largest(tensor: Tensor) -> float:
-    """Return the largest absolute value; 0 if empty, for complex tensors the sum of them."""
-    if tensor.numel() and not tensor.dtype.is_complex:
-        return float(tensor.abs().max())
-    return float(tensor.abs().sum())
-
-
-def _differences(
-    tensors: Mapping[str, Tensor], references: Mapping[str, Tensor]
-) -> dict[str, float]:
-    """Return by name the largest difference of each tensor from its reference."""
-    return {name: _difference(tensor, references[name]) for name, tensor in tensors.items()}
-
-
-def _difference(tensor: Tensor, reference: Tensor) -> float:
-    """Return the largest absolute difference; infinite where shapes differ or one value is NaN."""
-    if tensor.shape != reference.shape:
-        return math.inf
-    if tensor.dtype.is_complex or not tensor.numel():
-        return float((tensor - reference).abs().max()) if tensor.numel() else 0.0
-    difference = (tensor.double() - reference.double()).abs()
-    # Infinities of the same sign and NaN in both are no difference, though their difference is NaN.
-    difference[(tensor == reference) | (tensor.isnan() & reference.isnan())] = 0.0
-    return math.inf if bool(difference.isnan().any()) else float(difference.max())
