@@ -133,3 +133,12 @@ def test_states_of_generators_change_with_every_draw():
     assert not has_drawn(CPU, before)
     torch.rand(1)
     assert has_drawn(CPU, before)
+
+
+def test_an_evaluation_moves_no_generator_though_the_loss_draws():
+    """The form of a loss is examined in some batches, whose random numbers stay the caller's."""
+    (view,) = views_of(batch_of(5, 2), 0, 0, lambda x, y: ((x - y) * torch.rand(())).mean())
+    before = torch.get_rng_state()
+    view.evaluation(0)
+    view.joined_evaluation()
+    assert torch.equal(torch.get_rng_state(), before)

@@ -155,7 +155,9 @@ class View:
     def _evaluation(self, extents: tuple[int, int], target: Any) -> Evaluation:
         """Evaluate the loss on meta outputs of some samples and tokens."""
         output = outputs_like(self.value, self.extents(self.number), extents)
-        return evaluate(self.call.untouched(), output, target)
+        # The caller's random numbers must not depend on when a loss is evaluated for its form.
+        with drawing(self.call.device):
+            return evaluate(self.call.untouched(), output, target)
 
     def readings(self, *, brief: bool = False) -> list[Reading]:
         """Evaluate the loss on both micro-batches of the pair and on both joined, in numbers.
