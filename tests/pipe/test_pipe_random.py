@@ -9,6 +9,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from tests.pipe.layers import forced
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -342,3 +343,110 @@ def test_the_backward_of_layers_that_checkpoint_inside_holds_the_generators():
     with randomness.backward(CPU):
         torch.rand(1)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+class Dropping(nn.Module):
+    """Drops numbers by torch's function, of which no module knows."""
+
+    def __init__(self, share: float = 0.3) -> None:
+        super().__init__()
+        self.share = share
+
+    def forward(self, x):
+        """Drop some."""
+        return functional.dropout(x, self.share, self.training)
+
+
+@pytest.mark.parametrize("mode", ["never", "except_last", "always"])
+@pytest.mark.parametrize("make", [lambda: nn.Dropout(0.3), Dropping])
+def test_dropout_is_the_same_by_seed_with_threads_or_none_and_at_the_recompute(make, mode):
+    """`x.grad` is non-zero exactly where the output is: forward and recompute have dropped the
+    same.
+    """
+    results = []
+    for threads in (None, True, False):
+        x = torch.ones(6, 50, requires_grad=True)
+        pipe = forced(
+            Pipe(
+                nn.Sequential(make(), make(), make()), [1, 2], devices=2, chunks=3, checkpoint=mode
+            ),
+            x,
+            threads,
+        )
+        torch.manual_seed(7)
+        output = pipe(x)
+        torch.manual_seed(8)
+        output.sum().backward()
+        torch.testing.assert_close(x.grad, output.detach())
+        results.append(output.detach())
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+    assert 0 < int(results[0].count_nonzero()) < results[0].numel()
+
+
+def test_dropout_does_not_depend_on_the_balance_and_differs_from_forward_to_forward():
+    """It depends on the layer and the micro-batch, never on the cut; and two forwards are two
+    draws.
+    """
+    outputs = []
+    for balance in ([3], [1, 2], [2, 1]):
+        pipe = Pipe(
+            nn.Sequential(Dropping(), nn.Dropout(0.2), Dropping()), balance, devices=2, chunks=3
+        )
+        torch.manual_seed(7)
+        outputs.append((pipe(torch.ones(6, 20)), pipe(torch.ones(6, 20))))
+    assert all(
+        torch.equal(one, outputs[0][0]) and torch.equal(other, outputs[0][1])
+        for one, other in outputs
+    )
+    assert not torch.equal(*outputs[0])
+    assert not torch.equal(outputs[0][0][:2], outputs[0][0][2:4])
+
+
+def test_a_model_that_draws_nothing_leaves_the_callers_generator_alone():
+    """As the plain model does."""
+    pipe, before = (
+        Pipe(nn.Sequential(Dropping(0.0), nn.Linear(2, 2)), [1, 1], devices=2, chunks=2),
+        torch.get_rng_state(),
+    )
+    pipe(torch.rand(1).expand(4, 2)).sum().backward()
+    torch.set_rng_state(before)
+    pipe(torch.ones(4, 2)).sum().backward()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_layer_that_begins_to_draw_is_refused_its_recompute_once_and_then_allowed_for():
+    """What it drew unseen cannot be drawn again: a wrong gradient, or a refusal."""
+
+    class Hidden(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shares = [0.0]
+
+        def forward(self, x):
+            return nn.functional.dropout(x, self.shares[0])
+
+    layer = Hidden()
+    pipe, x = (
+        Pipe(
+            nn.Sequential(layer, nn.Linear(20, 20)),
+            [1, 1],
+            devices=2,
+            chunks=2,
+            checkpoint="always",
+        ),
+        torch.ones(4, 20),
+    )
+    for _ in range(2):  # the forwards 1, 2, 4, 8 and so on are looked at whatever is known
+        pipe(x).sum().backward()
+    layer.shares[0] = 0.5
+    loss = pipe(x).sum()
+    with pytest.raises(RuntimeError, match="had drawn none before"):
+        loss.backward()
+    x = x.requires_grad_()
+    output = pipe.partitions[0](x)
+    assert output.requires_grad
+    pipe = Pipe(nn.Sequential(layer), [1], devices=1, chunks=2, checkpoint="always")
+    output = pipe(x)
+    output.sum().backward()
+    torch.testing.assert_close(x.grad, output.detach())

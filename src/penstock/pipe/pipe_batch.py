@@ -79,10 +79,7 @@ def concatenate_outputs(outputs: Sequence[Payload], samples: Sequence[int]) -> P
             first dimension of a tensor does not index the samples.
     """
     first = outputs[0]
-    if any(
-        output.structure != first.structure or len(output.leaves) != len(first.leaves)
-        for output in outputs
-    ):
+    if any(output.structure != first.structure for output in outputs):
         raise RuntimeError(
             "the output of one micro-batch is nested in another way than that of another: they "
             "cannot be joined"

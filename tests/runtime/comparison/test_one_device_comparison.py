@@ -239,6 +239,37 @@ def test_a_model_with_a_mask_of_bool_is_compared():
     assert comparison.relative < 1e-5
 
 
+def test_tied_weights_are_no_buffers():
+    """The state has them under both names, and under one of these they have no gradient."""
+    tied = nn.Linear(6, 6)
+    layer = nn.Linear(6, 6)
+    layer.weight = tied.weight
+    comparison = of(tied, nn.Tanh(), layer)
+    assert comparison.buffers == {}
+    assert "1.weight" in comparison.gradients
+    assert comparison.relative < 1e-5
+
+
+def test_a_loss_that_draws_has_the_seed_of_the_run_on_the_undivided_batch():
+    """With one micro-batch the undivided batch has the same random numbers."""
+
+    def noisy(output, target):
+        return (output - target).square().mean() * torch.rand(())
+
+    torch.manual_seed(0)
+    pipe = ps.Pipeline(
+        [nn.Linear(6, 6), nn.Linear(6, 3)],
+        balance=[1, 1],
+        micro_batches=1,
+        executor="threads",
+        loss=noisy,
+        seed=5,
+    )
+    comparison = pipe.compare_with_one_device(torch.randn(7, 6), torch.randn(7, 3))
+    assert comparison.relative < 1e-5
+    assert comparison.whole.agrees
+
+
 def test_a_model_that_mixes_samples_differs_from_the_undivided_batch_alone():
     """No known cause explains the difference, and the text says what may."""
     comparison = of(Centred())

@@ -48,7 +48,6 @@ def reference_model(
         ]
     with torch.no_grad():
         for layer, module in zip(placed.traced.layers, modules, strict=True):
-            module.zero_grad()
             for name, target in state_of(layer.name, module).items():
                 target.copy_(values[name])
     return modules

@@ -107,7 +107,8 @@ def _has_batch_statistics(part: nn.Module) -> bool:
         return part.training or part.running_mean is None
     if not isinstance(part, TracedLayer):
         return False
-    ops = (part.variants.all()[0].flow.order) if part.variants.all() else ()
+    variants = part.variants.all()
+    ops = variants[0].flow.order if variants else ()
     # The sixth argument of torch.batch_norm is `training`.
     return any(op_name(node) == "batch_norm" and bool(node.args[5]) for node in ops)
 

@@ -9,10 +9,10 @@ import weakref
 
 import pytest
 import torch
+from tests.pipe.layers import Holder
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
-from penstock.modules.recomputing import is_checkpointing, is_recomputing
+from penstock.modules.side_loss import side_loss
 from penstock.pipe.pipe import Pipe
 
 MODES = ("never", "except_last", "always")
@@ -190,79 +190,6 @@ def test_frozen_layers_get_no_gradient_and_hand_it_on(mode, frozen):
     )
 
 
-def test_a_weight_changed_before_the_recompute_is_refused():
-    """The recompute would see other weights than the forward, and the gradient would be of neither."""
-    pipe = make_pipe("always")
-    loss = loss_of(pipe(torch.randn(7, 4)))
-    torch.optim.SGD(pipe.parameters(), lr=0.1)
-    with torch.no_grad():
-        pipe[0].weight.add_(1.0)
-    with pytest.raises(RuntimeError, match="a parameter has been changed in place"):
-        loss.backward()
-    loss_of(pipe(torch.randn(7, 4))).backward()
-
-
-def test_the_recompute_is_in_the_mode_of_the_forward_and_sees_its_buffers():
-    """`eval()` before `backward()` must not change what was computed, nor batch norm count twice."""
-    torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
-    plain = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
-    plain.load_state_dict(model.state_dict())
-    pipe, x = Pipe(model, [2, 1], devices=2, chunks=2, checkpoint="always"), torch.randn(6, 4)
-    loss = pipe(x).square().sum()
-    pipe.eval()
-    loss.backward()
-    assert not any(part.training for part in pipe.modules())
-    torch.cat([plain(part) for part in x.chunk(2)]).square().sum().backward()
-    torch.testing.assert_close(
-        [p.grad for p in pipe.parameters()], [p.grad for p in plain.parameters()]
-    )
-    torch.testing.assert_close(pipe.sequential_state_dict(), plain.state_dict())
-
-
-class Telling(nn.Module):
-    """Notes in which pass it is."""
-
-    def __init__(self, notes: list[tuple[bool, bool]]) -> None:
-        super().__init__()
-        self.notes = notes
-
-    def forward(self, x):
-        """Note it."""
-        self.notes.append((is_checkpointing(), is_recomputing()))
-        return x * 1
-
-
-def test_layers_can_tell_a_first_pass_from_a_second():
-    """Effects besides the output are to be had once."""
-    notes: list[tuple[bool, bool]] = []
-    pipe = Pipe(nn.Sequential(Telling(notes)), [1], devices=1, chunks=2)
-    pipe(torch.rand(2, requires_grad=True)).sum().backward()
-    assert notes == [(True, False), (False, False), (False, True)]
-
-
-def test_layers_that_recompute_by_themselves_do_so_inside():
-    """`torch.utils.checkpoint` runs a forward from a backward that runs in ours."""
-    notes: list[tuple[bool, bool]] = []
-
-    class Again(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Sequential(Telling(notes), nn.Linear(4, 4), nn.Tanh())
-
-        def forward(self, x):
-            return checkpoint(self.inner, x, use_reentrant=False)
-
-    model = nn.Sequential(Again(), nn.Linear(4, 2))
-    x = torch.randn(6, 4)
-    expected = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
-    notes.clear()
-    pipe = Pipe(model, [1, 1], devices=2, chunks=2, checkpoint="never")
-    grads = torch.autograd.grad(pipe(x).square().sum(), list(pipe.parameters()))
-    torch.testing.assert_close(grads, expected)
-    assert notes == [(False, False)] * 2 + [(False, True)] * 2
-
-
 @pytest.mark.parametrize("threads", [False, True])
 @pytest.mark.parametrize("mode", MODES)
 def test_mixed_precision_of_the_caller_holds_in_all_threads_and_in_the_recompute(mode, threads):
@@ -376,3 +303,73 @@ def test_a_backward_that_fails_leaves_grads_and_hooks_as_they_were():
     assert pipe[0].weight.grad is before
     torch.testing.assert_close(before, copy)
     assert len(pipe[0].weight._backward_hooks) == 1
+
+
+@pytest.mark.parametrize("threads", [False, True])
+def test_a_weight_in_two_partitions_on_one_device_has_the_sum_of_both_gradients(threads):
+    """Tied weights are one parameter to the caller's graph, whoever uses them."""
+    inner = nn.Linear(2, 2)
+    plain, x = nn.Sequential(Holder(inner), Holder(inner)), torch.randn(6, 2)
+    expected = torch.autograd.grad(plain(x).square().sum(), list(inner.parameters()))
+    pipe = Pipe(plain, [1, 1], devices=2, chunks=3)
+    pipe(x)
+    for choice in pipe._engine.choices.values():
+        choice.forced = threads
+    pipe(x).square().sum().backward()
+    torch.testing.assert_close([p.grad for p in inner.parameters()], list(expected))
+
+
+def test_a_part_of_an_input_that_one_micro_batch_does_not_use_has_zeros_there():
+    """In the shape of that part: the tensors of an input differ in all dimensions but the first."""
+
+    class UsingBoth(nn.Module):
+        def forward(self, pair):
+            x, bias = pair
+            return x * 2 if bool(x[0, 0] == 0) else x * bias.sum((1, 2))[:, None]
+
+    x = torch.arange(6.0)[:, None].expand(6, 4)
+    pairs = [(x.clone().requires_grad_(), torch.ones(6, 2, 3, requires_grad=True)) for _ in "ab"]
+    Pipe(nn.Sequential(UsingBoth()), [1], chunks=3)(pairs[0]).sum().backward()
+    for part in zip(*(tensor.chunk(3) for tensor in pairs[1]), strict=True):
+        UsingBoth()(part).sum().backward()
+    for tensor, expected in zip(*pairs, strict=True):
+        torch.testing.assert_close(tensor.grad, expected.grad)
+    assert not pairs[0][1].grad[:2].any()
+
+
+def test_an_input_that_no_micro_batch_uses_has_no_gradient():
+    """As in the plain model, where `.grad` stays None."""
+    x, unused = torch.ones(4, 2, requires_grad=True), torch.ones(4, 3, requires_grad=True)
+    pipe = Pipe(nn.Sequential(First()), [1], chunks=2)
+    pipe((x, unused)).sum().backward()
+    assert unused.grad is None
+    torch.testing.assert_close(x.grad, torch.ones(4, 2))
+
+
+class First(nn.Module):
+    """Returns the first item."""
+
+    def forward(self, items):
+        """Return it."""
+        return items[0]
+
+
+def test_all_side_losses_of_a_layer_count_by_the_samples_of_their_micro_batch():
+    """A layer may add several, such as two penalties of a router."""
+
+    class Router(nn.Module):
+        def forward(self, x):
+            side_loss(x.mean() * 2)
+            side_loss(x.square().mean())
+            return x
+
+    x = torch.randn(5, 3)
+    pipe = Pipe(nn.Sequential(Router(), nn.Identity(), Router()), [1, 2], devices=2, chunks=2)
+    inputs = x.clone().requires_grad_()
+    total = pipe(inputs).sum() * 0 + pipe.side_loss
+    plain = x.clone().requires_grad_()
+    expected = 2 * (2 * plain.mean() + plain.square().mean())
+    torch.testing.assert_close(total, expected)
+    total.backward()
+    expected.backward()
+    torch.testing.assert_close(inputs.grad, plain.grad)
