@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 
 import pytest
 import torch
 from tests.conformance.models import CASES, made
+from tests.runtime.jobs import sgd
 from torch import nn
 
 import penstock as ps
@@ -45,6 +47,14 @@ def test_a_plan_runs_as_it_says(plan):
     assert torch.equal(pipe.train_batch(x, y), by_hand.train_batch(x, y))
     assert pipe.timeline().ranks == plan.ranks == 2
     assert pipe.setting.schedule == plan.schedule
+
+
+def test_the_optimizer_states_are_divided_as_the_plan_says(plan):
+    """Unless the caller says otherwise: a plan counts their memory."""
+    divided = dataclasses.replace(plan, zero=1)
+    assert pipeline(plan=divided, optimizer=sgd)._assembly.zero == 1
+    assert pipeline(plan=divided, optimizer=sgd, zero=0)._assembly.zero == 0
+    assert pipeline(plan=plan, optimizer=sgd)._assembly.zero == 0
 
 
 def test_a_plan_for_another_model_and_a_plan_beside_ones_own_words_are_refused(plan):
