@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
+from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_model, save_model
+from tests.pipe import traced
 from tests.pipe.layers import make_model, make_pipe
 from torch import nn
+from torch.nn import functional
 
+import penstock as ps
 from penstock.errors import SettingError
 from penstock.pipe.pipe import Pipe
 
@@ -131,3 +137,201 @@ def test_activation_checkpointing_that_a_pipe_has_not_is_refused(settings):
     pipe = Pipe(nn.Sequential(nn.Linear(3, 4)), [1])
     with pytest.raises(SettingError, match="a Pipe recomputes whole partitions"):
         pipe.activation_checkpointing_enable(**settings)
+
+
+class Labelled(nn.Module):
+    """A model that computes its loss from labels, as models of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(5, 6), nn.Linear(6, 3)
+
+    def forward(self, x, labels=None, **kwargs):
+        """Return the scores, and the loss if there are labels: a mean, or divided by a number."""
+        scores = self.head(torch.tanh(self.stem(x)))
+        if labels is None:
+            return {"scores": scores}
+        count = kwargs.get("num_items_in_batch")
+        if count is None:
+            return {"loss": functional.cross_entropy(scores, labels), "scores": scores}
+        total = functional.cross_entropy(scores, labels, reduction="sum")
+        return {"loss": total / count, "scores": scores}
+
+
+def make_labelled(chunks: int) -> tuple[Labelled, ps.Pipe]:
+    """Return a model, and a Pipe of an equal one."""
+    torch.manual_seed(0)
+    model = Labelled()
+    example = {"x": traced.X, "labels": traced.Y} if chunks == 1 else {"x": traced.X}
+    pipe = ps.Pipe(
+        copy.deepcopy(model), [1, 1], chunks=chunks, devices=["cpu"] * 2, example=example
+    )
+    return model, pipe
+
+
+def test_states_have_the_names_of_the_model_and_load_under_any_balance():
+    """Also both names of the tied weight."""
+    plain = traced.make_model()
+    pipe = traced.make_pipe(balance=(1, 3))
+    assert sorted(pipe.sequential_state_dict()) == sorted(plain.state_dict())
+    with torch.no_grad():
+        for weight in plain.parameters():
+            weight.add_(1)
+    pipe.load_state_dict(plain.state_dict())
+    torch.testing.assert_close(pipe(traced.X), plain(traced.X))
+    other = traced.make_pipe(balance=(3, 1))
+    other.load_state_dict(pipe.state_dict())
+    torch.testing.assert_close(other(traced.X), plain(traced.X))
+
+
+def test_libraries_see_where_the_partitions_are():
+    """Trainer and Accelerate leave a model with a device map in its place."""
+    assert traced.make_pipe().hf_device_map == {"partitions.0": "cpu", "partitions.1": "cpu"}
+    assert traced.make_pipe().accepts_loss_kwargs is False
+
+
+def test_parameters_and_modules_are_those_of_the_model():
+    """Libraries choose weights by name and by the type of their module, and load optimizers in the
+    order of the model."""
+    model = traced.make_model()
+    pipe = traced.make_pipe(model)
+    names = [name for name, _ in model.named_parameters()]
+    assert [name for name, _ in pipe.named_parameters()] == names
+    assert all(
+        ours is theirs for ours, theirs in zip(pipe.parameters(), model.parameters(), strict=True)
+    )
+    assert list(pipe.modules())[1:] == list(model.modules())[1:]
+
+
+def test_layer_norms_get_no_weight_decay_from_trainer():
+    """It looks for their type; by the names alone it would decay them."""
+    pytest.importorskip("transformers")
+    from transformers.trainer_pt_utils import get_parameter_names
+
+    model = traced.make_transformer()
+    expected = get_parameter_names(model, [nn.LayerNorm])
+    assert get_parameter_names(traced.make_pipe(model, (2, 1)), [nn.LayerNorm]) == expected
+    assert "shift" in expected
+    assert not any("first" in name for name in expected)
+
+
+def test_the_state_has_the_names_of_the_model_and_every_parameter_once():
+    """Also a parameter of the model itself; it loads into the plain model and back."""
+    plain, pipe = (
+        traced.make_transformer().eval(),
+        traced.make_pipe(traced.make_transformer(), (1, 2)).eval(),
+    )
+    assert sorted(pipe.state_dict()) == sorted(plain.state_dict())
+    doubled = {name: 2 * value for name, value in pipe.state_dict().items()}
+    plain.load_state_dict(doubled)
+    pipe.load_state_dict(doubled)
+    torch.testing.assert_close(pipe(traced.X), plain(traced.X))
+    with pytest.raises(SettingError, match="leave assign out"):
+        pipe.load_state_dict(doubled, assign=True)
+    with pytest.raises(RuntimeError, match="Missing key"):
+        pipe.load_state_dict({"shift": doubled["shift"]})
+
+
+def test_a_safetensors_file_without_the_second_name_of_a_tied_weight_loads(tmp_path):
+    """Accelerate saves and loads so: a file has a tied weight once."""
+    torch.manual_seed(3)
+    source, target = traced.make_pipe(traced.Residual()), traced.make_pipe()
+    save_model(source, tmp_path / "model.safetensors")
+    assert load_model(target, tmp_path / "model.safetensors") == (set(), [])
+    torch.testing.assert_close(target(traced.X), source(traced.X))
+
+
+def test_missing_keys_have_the_names_of_the_model():
+    """The message of a strict load lists them, also of a Pipe in another module."""
+    pipe = traced.make_pipe()
+    assert pipe.load_state_dict({}, strict=False).missing_keys == list(
+        traced.make_model().state_dict()
+    )
+    holder = nn.Module()
+    holder.net = pipe
+    with pytest.raises(RuntimeError, match=r'Missing key.*: "net.stem.weight", "net.stem.bias"'):
+        holder.load_state_dict({})
+
+
+@pytest.mark.parametrize("convert", [nn.Module.half, nn.Module.double])
+def test_another_dtype_after_tracing_is_refused(convert):
+    """The graphs hold for the dtype that the parameters had; Fabric's "bf16-true" converts them."""
+    pipe = traced.make_pipe()
+    with pytest.raises(SettingError, match="before it becomes a Pipe"):
+        convert(pipe)
+    assert pipe.float() is pipe
+    assert pipe(traced.X)["scores"].dtype == torch.float32
+
+
+def test_trainer_smooths_labels_as_for_the_model():
+    """It reads the configuration, shifts labels by the name of the class, and may add a number to
+    the inputs.
+    """
+    model = traced.make_model()
+    pipe = traced.make_pipe(model)
+    assert not hasattr(pipe, "config")
+    model.config = SimpleNamespace(problem_type=None)
+    assert pipe.config is model.config
+    assert pipe._get_name() == "Residual"
+    assert repr(pipe).startswith("Pipe(\n")
+    assert not pipe.accepts_loss_kwargs
+    with pytest.raises(SettingError, match="num_items_in_batch"):
+        pipe(traced.X, num_items_in_batch=8)
+    model.accepts_loss_kwargs = True
+    assert pipe.accepts_loss_kwargs
+    torch.testing.assert_close(pipe(x=traced.X, num_items_in_batch=8), model(traced.X))
+    layers = ps.Pipe(nn.Sequential(nn.Linear(3, 4)), [1])
+    assert layers._get_name() == "Pipe"
+    assert not layers.accepts_loss_kwargs
+    with pytest.raises(AttributeError, match="no attribute 'config'"):
+        _ = layers.config
+
+
+def test_trainer_counts_targets_as_for_the_model():
+    """A causal language model shifts its targets, and Trainer divides by their number."""
+    model = traced.make_transformer()
+    pipe = traced.make_pipe(model, (2, 1))
+    assert pipe.loss_type is None
+    model.loss_type = "ForCausalLM"
+    assert pipe.loss_type == "ForCausalLM"
+    model.config = SimpleNamespace(is_encoder_decoder=True)
+    assert pipe.loss_type is None
+
+
+@pytest.mark.parametrize("batches", [1, 2])
+def test_a_loss_from_labels_is_divided_by_the_number_of_targets_of_trainer(batches):
+    """It counts those of all accumulated batches, which have different numbers of them here. The
+    graph holds for every number.
+    """
+    model, pipe = make_labelled(1)
+    labels = traced.Y.clone()
+    labels[1:4] = -100
+    assert pipe.accepts_loss_kwargs
+    for number in range(2):
+        count = (labels != -100).sum() if batches == 1 else (labels != -100).sum() + 8
+        for batch in (labels, traced.Y)[:batches]:
+            losses = []
+            for trained in (model, pipe):
+                targets = batch.roll(number)
+                loss = trained(x=traced.X, labels=targets, num_items_in_batch=count + number)[
+                    "loss"
+                ]
+                loss.backward()
+                losses.append(loss.detach())
+            torch.testing.assert_close(losses[1], losses[0])
+    for trained, plain in zip(pipe.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(trained.grad, plain.grad)
+    counted = pipe(x=traced.X, labels=labels, num_items_in_batch=10)["loss"]
+    torch.testing.assert_close(counted, model(traced.X, labels, num_items_in_batch=10)["loss"])
+    torch.testing.assert_close(
+        pipe(x=traced.X, labels=labels)["loss"], model(traced.X, labels)["loss"]
+    )
+
+
+def test_a_loss_from_labels_of_several_micro_batches_is_refused():
+    """Each has a loss of its own; a loss that is computed from the outputs takes the number."""
+    model, pipe = make_labelled(2)
+    with pytest.raises(SettingError, match=r"chunks=2.*compute_loss_func= of Trainer"):
+        pipe(x=traced.X, labels=traced.Y, num_items_in_batch=torch.tensor(8))
+    output = pipe(x=traced.X, num_items_in_batch=torch.tensor(8))
+    torch.testing.assert_close(output, model(traced.X))

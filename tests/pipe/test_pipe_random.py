@@ -232,17 +232,14 @@ def test_a_raised_dropout_rate_is_seen_in_the_next_forward():
         assert bool((output == 0).any()) == (forward in (2, 6))
 
 
-class DrawingInFirstMicroBatch(nn.Module):
-    """Draws for inputs that are not zero only."""
-
-    def forward(self, x):
-        """Drop numbers of such inputs."""
-        return functional.dropout(x, 0.5) if bool(x.any()) else x
-
-
 def test_a_partition_that_draws_in_the_first_micro_batch_only_is_intercepted_later():
     """A micro-batch without draws does not hide those of another."""
-    pipe = Pipe(nn.Sequential(DrawingInFirstMicroBatch()), [1], devices=1, chunks=2)
+
+    class DroppingOnes(nn.Module):
+        def forward(self, x):
+            return functional.dropout(x, 0.5) if bool(x.any()) else x
+
+    pipe = Pipe(nn.Sequential(DroppingOnes()), [1], devices=1, chunks=2)
     x = torch.cat([torch.ones(1, 50), torch.zeros(1, 50)]).requires_grad_()
     for _ in range(3):
         x.grad = None

@@ -3,52 +3,15 @@
 from __future__ import annotations
 
 import copy
-from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_model, save_model
+from tests.pipe.traced import X, Y, make_model, make_pipe, make_transformer
 from torch import nn
 from torch.nn import functional
 
 import penstock as ps
 from penstock.errors import ChainError, SettingError
-
-X = torch.randn(8, 5, generator=torch.Generator().manual_seed(1))
-Y = torch.arange(8) % 3
-
-
-class Residual(nn.Module):
-    """A model with a skip, a scale that is an input, a tied weight and dropout."""
-
-    def __init__(self, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.stem = nn.Linear(5, 6)
-        self.body = nn.Linear(6, 6)
-        self.again = nn.Linear(6, 6)
-        self.again.weight = self.body.weight
-        self.dropout = nn.Dropout(dropout)
-        self.head = nn.Linear(6, 3)
-
-    def forward(self, x, scale=None):
-        """Return the scores."""
-        scale = torch.ones(len(x), 1) if scale is None else scale
-        value = torch.relu(self.stem(x))
-        value = value + self.dropout(torch.tanh(self.body(value)))
-        value = self.again(value) * scale
-        return {"scores": self.head(value), "skip": x}
-
-
-def make_model(dropout: float = 0.0) -> Residual:
-    """Return the model, the same at every call."""
-    torch.manual_seed(0)
-    return Residual(dropout)
-
-
-def make_pipe(model=None, balance=(2, 2), **options) -> ps.Pipe:
-    """Return a Pipe of the model on CPU threads."""
-    options = {"chunks": 4, "devices": ["cpu"] * len(balance), **options}
-    return ps.Pipe(ps.chain(model or make_model(), X), balance, **options)
 
 
 def gradients(model, call):
@@ -111,21 +74,6 @@ def test_a_chain_of_a_sequential_is_that_sequential():
     torch.testing.assert_close(flat(X), nested(X))
 
 
-def test_states_have_the_names_of_the_model_and_load_under_any_balance():
-    """Also both names of the tied weight."""
-    plain = make_model()
-    pipe = make_pipe(balance=(1, 3))
-    assert sorted(pipe.sequential_state_dict()) == sorted(plain.state_dict())
-    with torch.no_grad():
-        for weight in plain.parameters():
-            weight.add_(1)
-    pipe.load_state_dict(plain.state_dict())
-    torch.testing.assert_close(pipe(X), plain(X))
-    other = make_pipe(balance=(3, 1))
-    other.load_state_dict(pipe.state_dict())
-    torch.testing.assert_close(other(X), plain(X))
-
-
 def test_random_numbers_depend_on_neither_the_cut_nor_the_recompute():
     """Dropout masks of a layer and a micro-batch are the same in every pipe of one seed."""
     results = []
@@ -177,73 +125,6 @@ def test_gradients_of_inputs_are_refused():
         make_pipe()(X.clone().requires_grad_())
 
 
-def test_libraries_see_where_the_partitions_are():
-    """Trainer and Accelerate leave a model with a device map in its place."""
-    assert make_pipe().hf_device_map == {"partitions.0": "cpu", "partitions.1": "cpu"}
-    assert make_pipe().accepts_loss_kwargs is False
-
-
-def test_parameters_and_modules_are_those_of_the_model():
-    """Libraries choose weights by name and by the type of their module, and load optimizers in the
-    order of the model."""
-    model = make_model()
-    pipe = make_pipe(model)
-    names = [name for name, _ in model.named_parameters()]
-    assert [name for name, _ in pipe.named_parameters()] == names
-    assert all(
-        ours is theirs for ours, theirs in zip(pipe.parameters(), model.parameters(), strict=True)
-    )
-    assert list(pipe.modules())[1:] == list(model.modules())[1:]
-
-
-class Transformer(nn.Module):
-    """A layer norm, and a parameter of the model itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shift = nn.Parameter(torch.ones(6))
-        self.stem = nn.Linear(5, 6)
-        self.first = nn.LayerNorm(6)
-        self.drop = nn.Dropout(0.5)
-        self.head = nn.Linear(6, 3)
-
-    def forward(self, x):
-        """Return the scores."""
-        return self.head(self.drop(self.first(self.stem(x) + self.shift)))
-
-
-def make_transformer() -> Transformer:
-    """Return the model, the same at every call."""
-    torch.manual_seed(0)
-    return Transformer()
-
-
-def test_layer_norms_get_no_weight_decay_from_trainer():
-    """It looks for their type; by the names alone it would decay them."""
-    pytest.importorskip("transformers")
-    from transformers.trainer_pt_utils import get_parameter_names
-
-    model = make_transformer()
-    expected = get_parameter_names(model, [nn.LayerNorm])
-    assert get_parameter_names(make_pipe(model, (2, 1)), [nn.LayerNorm]) == expected
-    assert "shift" in expected
-    assert not any("first" in name for name in expected)
-
-
-def test_the_state_has_the_names_of_the_model_and_every_parameter_once():
-    """Also a parameter of the model itself; it loads into the plain model and back."""
-    plain, pipe = make_transformer().eval(), make_pipe(make_transformer(), (1, 2)).eval()
-    assert sorted(pipe.state_dict()) == sorted(plain.state_dict())
-    doubled = {name: 2 * value for name, value in pipe.state_dict().items()}
-    plain.load_state_dict(doubled)
-    pipe.load_state_dict(doubled)
-    torch.testing.assert_close(pipe(X), plain(X))
-    with pytest.raises(SettingError, match="leave assign out"):
-        pipe.load_state_dict(doubled, assign=True)
-    with pytest.raises(RuntimeError, match="Missing key"):
-        pipe.load_state_dict({"shift": doubled["shift"]})
-
-
 def test_modes_of_the_pipe_and_of_the_model_are_one():
     """`from_pretrained` leaves a model in evaluation mode, and Trainer calls `train()`."""
     model = make_transformer().eval()
@@ -286,135 +167,6 @@ def test_a_copy_follows_its_own_modules():
     assert all(weight.grad is not None for weight in copied.parameters())
     assert all(weight.grad is None for weight in pipe.parameters())
     assert not torch.equal(pipe(X), pipe(X))
-
-
-def test_a_safetensors_file_without_the_second_name_of_a_tied_weight_loads(tmp_path):
-    """Accelerate saves and loads so: a file has a tied weight once."""
-    torch.manual_seed(3)
-    source, target = make_pipe(Residual()), make_pipe()
-    save_model(source, tmp_path / "model.safetensors")
-    assert load_model(target, tmp_path / "model.safetensors") == (set(), [])
-    torch.testing.assert_close(target(X), source(X))
-
-
-def test_missing_keys_have_the_names_of_the_model():
-    """The message of a strict load lists them, also of a Pipe in another module."""
-    pipe = make_pipe()
-    assert pipe.load_state_dict({}, strict=False).missing_keys == list(make_model().state_dict())
-    holder = nn.Module()
-    holder.net = pipe
-    with pytest.raises(RuntimeError, match=r'Missing key.*: "net.stem.weight", "net.stem.bias"'):
-        holder.load_state_dict({})
-
-
-@pytest.mark.parametrize("convert", [nn.Module.half, nn.Module.double])
-def test_another_dtype_after_tracing_is_refused(convert):
-    """The graphs hold for the dtype that the parameters had; Fabric's "bf16-true" converts them."""
-    pipe = make_pipe()
-    with pytest.raises(SettingError, match="before it becomes a Pipe"):
-        convert(pipe)
-    assert pipe.float() is pipe
-    assert pipe(X)["scores"].dtype == torch.float32
-
-
-def test_trainer_smooths_labels_as_for_the_model():
-    """It reads the configuration, shifts labels by the name of the class, and may add a number to
-    the inputs.
-    """
-    model = make_model()
-    pipe = make_pipe(model)
-    assert not hasattr(pipe, "config")
-    model.config = SimpleNamespace(problem_type=None)
-    assert pipe.config is model.config
-    assert pipe._get_name() == "Residual"
-    assert repr(pipe).startswith("Pipe(\n")
-    assert not pipe.accepts_loss_kwargs
-    with pytest.raises(SettingError, match="num_items_in_batch"):
-        pipe(X, num_items_in_batch=8)
-    model.accepts_loss_kwargs = True
-    assert pipe.accepts_loss_kwargs
-    torch.testing.assert_close(pipe(x=X, num_items_in_batch=8), model(X))
-    layers = ps.Pipe(nn.Sequential(nn.Linear(3, 4)), [1])
-    assert layers._get_name() == "Pipe"
-    assert not layers.accepts_loss_kwargs
-    with pytest.raises(AttributeError, match="no attribute 'config'"):
-        _ = layers.config
-
-
-def test_trainer_counts_targets_as_for_the_model():
-    """A causal language model shifts its targets, and Trainer divides by their number."""
-    model = make_transformer()
-    pipe = make_pipe(model, (2, 1))
-    assert pipe.loss_type is None
-    model.loss_type = "ForCausalLM"
-    assert pipe.loss_type == "ForCausalLM"
-    model.config = SimpleNamespace(is_encoder_decoder=True)
-    assert pipe.loss_type is None
-
-
-class Labelled(nn.Module):
-    """A model that computes its loss from labels, as models of transformers do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.head = nn.Linear(5, 6), nn.Linear(6, 3)
-
-    def forward(self, x, labels=None, **kwargs):
-        """Return the scores, and the loss if there are labels: a mean, or divided by a number."""
-        scores = self.head(torch.tanh(self.stem(x)))
-        if labels is None:
-            return {"scores": scores}
-        count = kwargs.get("num_items_in_batch")
-        if count is None:
-            return {"loss": functional.cross_entropy(scores, labels), "scores": scores}
-        total = functional.cross_entropy(scores, labels, reduction="sum")
-        return {"loss": total / count, "scores": scores}
-
-
-def make_labelled(chunks: int) -> tuple[Labelled, ps.Pipe]:
-    """Return a model, and a Pipe of an equal one."""
-    torch.manual_seed(0)
-    model = Labelled()
-    example = {"x": X, "labels": Y} if chunks == 1 else {"x": X}
-    pipe = ps.Pipe(
-        copy.deepcopy(model), [1, 1], chunks=chunks, devices=["cpu"] * 2, example=example
-    )
-    return model, pipe
-
-
-@pytest.mark.parametrize("batches", [1, 2])
-def test_a_loss_from_labels_is_divided_by_the_number_of_targets_of_trainer(batches):
-    """It counts those of all accumulated batches, which have different numbers of them here. The
-    graph holds for every number.
-    """
-    model, pipe = make_labelled(1)
-    labels = Y.clone()
-    labels[1:4] = -100
-    assert pipe.accepts_loss_kwargs
-    for number in range(2):
-        count = (labels != -100).sum() if batches == 1 else (labels != -100).sum() + 8
-        for batch in (labels, Y)[:batches]:
-            losses = []
-            for trained in (model, pipe):
-                targets = batch.roll(number)
-                loss = trained(x=X, labels=targets, num_items_in_batch=count + number)["loss"]
-                loss.backward()
-                losses.append(loss.detach())
-            torch.testing.assert_close(losses[1], losses[0])
-    for trained, plain in zip(pipe.parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(trained.grad, plain.grad)
-    counted = pipe(x=X, labels=labels, num_items_in_batch=10)["loss"]
-    torch.testing.assert_close(counted, model(X, labels, num_items_in_batch=10)["loss"])
-    torch.testing.assert_close(pipe(x=X, labels=labels)["loss"], model(X, labels)["loss"])
-
-
-def test_a_loss_from_labels_of_several_micro_batches_is_refused():
-    """Each has a loss of its own; a loss that is computed from the outputs takes the number."""
-    model, pipe = make_labelled(2)
-    with pytest.raises(SettingError, match=r"chunks=2.*compute_loss_func= of Trainer"):
-        pipe(x=X, labels=Y, num_items_in_batch=torch.tensor(8))
-    output = pipe(x=X, num_items_in_batch=torch.tensor(8))
-    torch.testing.assert_close(output, model(X))
 
 
 class Normed(nn.Module):
