@@ -232,22 +232,6 @@ def test_a_raised_dropout_rate_is_seen_in_the_next_forward():
         assert bool((output == 0).any()) == (forward in (2, 6))
 
 
-def test_a_partition_that_draws_in_the_first_micro_batch_only_is_intercepted_later():
-    """A micro-batch without draws does not hide those of another."""
-
-    class DroppingOnes(nn.Module):
-        def forward(self, x):
-            return functional.dropout(x, 0.5) if bool(x.any()) else x
-
-    pipe = Pipe(nn.Sequential(DroppingOnes()), [1], devices=1, chunks=2)
-    x = torch.cat([torch.ones(1, 50), torch.zeros(1, 50)]).requires_grad_()
-    for _ in range(3):
-        x.grad = None
-        output = pipe(x)
-        output.sum().backward()
-        torch.testing.assert_close(x.grad[:1], output.detach()[:1])
-
-
 def run_once(randomness, training=True, *, drew=False):
     """Whether a run is intercepted; record that it was and whether it drew."""
     intercepted = randomness.begin_run(list(randomness._module.modules()), training)
@@ -410,40 +394,3 @@ def test_a_model_that_draws_nothing_leaves_the_callers_generator_alone():
     torch.set_rng_state(before)
     pipe(torch.ones(4, 2)).sum().backward()
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_a_layer_that_begins_to_draw_is_refused_its_recompute_once_and_then_allowed_for():
-    """What it drew unseen cannot be drawn again: a wrong gradient, or a refusal."""
-
-    class Hidden(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.shares = [0.0]
-
-        def forward(self, x):
-            return nn.functional.dropout(x, self.shares[0])
-
-    layer = Hidden()
-    pipe, x = (
-        Pipe(
-            nn.Sequential(layer, nn.Linear(20, 20)),
-            [1, 1],
-            devices=2,
-            chunks=2,
-            checkpoint="always",
-        ),
-        torch.ones(4, 20),
-    )
-    for _ in range(2):  # the forwards 1, 2, 4, 8 and so on are looked at whatever is known
-        pipe(x).sum().backward()
-    layer.shares[0] = 0.5
-    loss = pipe(x).sum()
-    with pytest.raises(RuntimeError, match="had drawn none before"):
-        loss.backward()
-    x = x.requires_grad_()
-    output = pipe.partitions[0](x)
-    assert output.requires_grad
-    pipe = Pipe(nn.Sequential(layer), [1], devices=1, chunks=2, checkpoint="always")
-    output = pipe(x)
-    output.sum().backward()
-    torch.testing.assert_close(x.grad, output.detach())

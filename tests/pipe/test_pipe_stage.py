@@ -5,21 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from penstock.errors import RunError
 from penstock.modules.recomputing import is_checkpointing, is_recomputing
 from penstock.pipe.pipe import Pipe
-
-
-def test_a_weight_changed_before_the_recompute_is_refused():
-    """The recompute would see other weights than the forward, and the gradient would be of neither."""
-    pipe = Pipe(nn.Sequential(nn.Linear(4, 4)), [1], chunks=2, checkpoint="always")
-    loss = pipe(torch.randn(7, 4)).sum()
-    with torch.no_grad():
-        pipe[0].weight.add_(1.0)
-    with pytest.raises(RuntimeError, match="a parameter has been changed in place"):
-        loss.backward()
-    pipe(torch.randn(7, 4)).sum().backward()
 
 
 def test_the_recompute_is_in_the_mode_of_the_forward_and_sees_its_buffers():
@@ -81,3 +72,103 @@ def test_layers_that_recompute_by_themselves_do_so_inside():
     grads = torch.autograd.grad(pipe(x).square().sum(), list(pipe.parameters()))
     torch.testing.assert_close(grads, expected)
     assert notes == [(False, False)] * 2 + [(False, True)] * 2
+
+
+def test_a_partition_that_draws_in_the_first_micro_batch_only_is_intercepted_later():
+    """A micro-batch without draws does not hide those of another."""
+
+    class DroppingOnes(nn.Module):
+        def forward(self, x):
+            return functional.dropout(x, 0.5) if bool(x.any()) else x
+
+    pipe = Pipe(nn.Sequential(DroppingOnes()), [1], devices=1, chunks=2)
+    x = torch.cat([torch.ones(1, 50), torch.zeros(1, 50)]).requires_grad_()
+    for _ in range(3):
+        x.grad = None
+        output = pipe(x)
+        output.sum().backward()
+        torch.testing.assert_close(x.grad[:1], output.detach()[:1])
+
+
+def test_a_layer_that_begins_to_draw_is_refused_its_recompute_once_and_then_allowed_for():
+    """What it drew unseen cannot be drawn again: a wrong gradient, or a refusal."""
+
+    class Hidden(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shares = [0.0]
+
+        def forward(self, x):
+            return nn.functional.dropout(x, self.shares[0])
+
+    layer = Hidden()
+    pipe, x = (
+        Pipe(
+            nn.Sequential(layer, nn.Linear(20, 20)),
+            [1, 1],
+            devices=2,
+            chunks=2,
+            checkpoint="always",
+        ),
+        torch.ones(4, 20),
+    )
+    for _ in range(2):  # the forwards 1, 2, 4, 8 and so on are looked at whatever is known
+        pipe(x).sum().backward()
+    layer.shares[0] = 0.5
+    loss = pipe(x).sum()
+    with pytest.raises(RuntimeError, match="had drawn none before"):
+        loss.backward()
+    x = x.requires_grad_()
+    output = pipe.partitions[0](x)
+    assert output.requires_grad
+    pipe = Pipe(nn.Sequential(layer), [1], devices=1, chunks=2, checkpoint="always")
+    output = pipe(x)
+    output.sum().backward()
+    torch.testing.assert_close(x.grad, output.detach())
+
+
+def test_a_second_forward_whose_outputs_need_other_gradients_is_refused():
+    """The gradients that arrive are those of the first forward's outputs."""
+
+    class Switching(nn.Module):
+        def forward(self, x):
+            return x.detach() if is_recomputing() else x * 1
+
+    pipe = Pipe(nn.Sequential(nn.Linear(2, 2), Switching()), [2], checkpoint="always")
+    loss = pipe(torch.ones(4, 2)).sum()
+    with pytest.raises(RunError, match="a partition of a Pipe"):
+        loss.backward()
+
+
+def test_parts_keep_the_modes_that_they_have_after_the_second_forward():
+    """A frozen batch norm in a model that trains, and the other way round."""
+    layers = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Dropout(0.0))
+    layers[1].eval()
+    pipe = Pipe(layers, [3], chunks=2, checkpoint="always")
+    loss = pipe(torch.ones(4, 2)).sum()
+    layers[1].train()
+    layers[2].eval()
+    loss.backward()
+    assert [layer.training for layer in layers] == [True, True, False]
+    assert layers[1].num_batches_tracked == 0
+
+
+def test_a_weight_of_any_partition_changed_before_the_recompute_is_refused():
+    """The recompute would see other weights than the forward, and the gradient would be of neither.
+    Without a recompute the change does no harm.
+    """
+    pipe = Pipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [1, 1], devices=2, chunks=2)
+    pipe.checkpoint = "always"
+    for index in (0, 1):
+        loss = pipe(torch.ones(4, 2)).sum()
+        with torch.no_grad():
+            pipe[index].bias.add_(1)
+        with pytest.raises(
+            RuntimeError, match=r"changed in place .* call optimizer\.step\(\) after"
+        ):
+            loss.backward()
+    pipe.checkpoint = "never"
+    loss = pipe(torch.ones(4, 2)).sum()
+    with torch.no_grad():
+        pipe[0].bias.add_(1)
+    loss.backward()
