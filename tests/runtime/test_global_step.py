@@ -12,6 +12,7 @@ from torch import nn
 
 import penstock as ps
 from penstock.errors import PeerFailed
+from penstock.optim.scaling import LossScaler
 from penstock.ranks.peer_guard import PeerGuard
 from penstock.ranks.status_board import SharedBoard
 from penstock.runtime import global_step
@@ -117,6 +118,17 @@ def test_all_ranks_clip_by_the_norm_of_the_whole_model(norm_type):
         assert run.step.grad_norm == norms[0]
 
 
+def test_the_number_of_skipped_steps_is_the_scalers_if_there_is_one():
+    """The scaler's is in checkpoints; without a scaler the steps of on_nonfinite="skip" count."""
+    scaler = LossScaler({"init_scale": 4.0})
+    scaler.skipped = 7
+    run = Run([(0,)], [[[1.0, 2.0]]], policy="skip", scaler=scaler)
+    run.step.record_step({0: (torch.ones(()), 1.0)})
+    assert run.step.skipped == 8
+    run.step.record_step({0: (torch.ones(()), 0.0)})
+    assert run.step.skipped == 8
+
+
 @pytest.mark.parametrize("guilty", [0, 1, 2])
 @pytest.mark.parametrize("policy", ["skip", "warn"])
 def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(policy, guilty):
@@ -137,6 +149,9 @@ def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(policy,
         assert stages == [f"update {index}.{name}" for index in held]
         assert ("reset",) in log
     assert sorted(sent) == ([] if skipped else [0, 2])
+    for number in range(1, 3):
+        run.step.record_step(dict(enumerate(results)))
+        assert run.step.skipped == skipped * number
 
 
 def test_without_norms_a_step_is_each_ranks_own():

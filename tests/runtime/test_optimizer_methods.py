@@ -22,7 +22,7 @@ class Pipe(Optimizing):
         self.log = log = []
         self._accumulate, self._accumulated = 3, 0
         self.setting = SimpleNamespace(schedule=ps.schedule("gpipe", stages=1, micro_batches=1))
-        self._global_step = SimpleNamespace(scaler=None, grad_norm=None)
+        self._global_step = SimpleNamespace(scaler=None, grad_norm=None, skipped=0)
 
         @contextmanager
         def whole():
@@ -135,12 +135,12 @@ def test_the_number_of_batches_per_step_changes_between_steps_alone():
     assert pipe.accumulate == 5
 
 
-def test_scale_and_skipped_steps_are_the_scalers():
-    """1 and none without a scaler."""
+def test_scale_norm_and_skipped_steps_are_those_of_the_global_step():
+    """The scale is 1 without a scaler."""
     pipe = Pipe()
     assert (pipe.loss_scale, pipe.skipped, pipe.grad_norm) == (1.0, 0, None)
-    pipe._global_step.scaler = SimpleNamespace(scale=256.0, skipped=3)
-    pipe._global_step.grad_norm = 0.5
+    pipe._global_step.scaler = SimpleNamespace(scale=256.0)
+    pipe._global_step.grad_norm, pipe._global_step.skipped = 0.5, 3
     assert (pipe.loss_scale, pipe.skipped, pipe.grad_norm) == (256.0, 3, 0.5)
 
 

@@ -33,6 +33,7 @@ def test_a_rank_that_becomes_slower_is_named_once_and_again_after_a_while():
     assert lines == [None, line, *[None] * 9, line, None]
     assert slow_ranks.compare(usual) is None
     assert slow_ranks.compare(usual) == "no rank is slow any more"
+    assert [slow_ranks.compare(usual) for _ in range(25)] == [None] * 25
 
 
 def test_single_slow_windows_are_other_programs():

@@ -47,6 +47,7 @@ class GlobalStep:
     epoch: int = 0
     _homes: Mapping[int, list[int]] = field(default_factory=dict)
     _norm: Tensor | None = None
+    _skipped: int = 0
     # By rank and epoch, the lengths of the rows of `_pack_norms`, which stay as they are in an epoch:
     # to read them from a device in every step would make the host wait.
     _lengths: dict[tuple[int, int], list[int]] = field(default_factory=dict)
@@ -89,6 +90,11 @@ class GlobalStep:
         device; steps do not.
         """
         return None if self._norm is None else float(self._norm)
+
+    @property
+    def skipped(self) -> int:
+        """The number of skipped steps; with a loss scaler, also of those before a checkpoint."""
+        return self._skipped if self.scaler is None else self.scaler.skipped
 
     def state(self) -> dict[str, float] | None:
         """Return the state of the loss scaler for a checkpoint; None without a scaler."""
@@ -167,6 +173,8 @@ class GlobalStep:
             self._norm = norm
         if self.scaler is not None:
             self.scaler.update(nonfinite)
+        elif nonfinite:
+            self._skipped += 1
 
     def _unscale(self, rank: int) -> tuple[Tensor, float]:
         """Unscale the gradients of a rank, and exchange norms with all ranks.

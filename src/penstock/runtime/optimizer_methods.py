@@ -64,8 +64,11 @@ class Optimizing:
 
     @property
     def skipped(self) -> int:
-        """The number of steps that all ranks have skipped because a gradient was not finite."""
-        return 0 if self._global_step.scaler is None else self._global_step.scaler.skipped
+        """The number of steps that all ranks have skipped because a gradient was not finite.
+
+        With a loss scaler, those before a loaded checkpoint count too.
+        """
+        return self._global_step.skipped
 
     @property
     def param_groups(self) -> list[ParameterGroup]:

@@ -64,7 +64,7 @@ class SlowRanks:
     hosts: Sequence[str]
     _least_s: dict[int, float] = field(default_factory=dict)
     _recent: deque[dict[int, str]] = field(default_factory=lambda: deque(maxlen=_RECENT_WINDOWS))
-    _parts: dict[tuple[int, str], str] = field(default_factory=dict)
+    _texts: dict[tuple[int, str], str] = field(default_factory=dict)
     _named: tuple[tuple[int, str], ...] = ()
     _windows_since: int = 0
 
@@ -79,7 +79,7 @@ class SlowRanks:
         for rank, rank_s in seconds.items():
             self._least_s[rank] = min(rank_s, self._least_s.get(rank, rank_s))
         for rank, (reason, ratio) in slow.items():
-            self._parts[rank, reason] = (
+            self._texts[rank, reason] = (
                 f"rank {rank} ({self.hosts[rank]}) computes {ratio:.1f} times as long as {reason}, "
                 f"{seconds[rank] * 1e3:.4g} ms a step"
             )
@@ -87,12 +87,13 @@ class SlowRanks:
         windows = Counter(entry for window in self._recent for entry in window.items())
         named = tuple(sorted(entry for entry, count in windows.items() if count >= _SLOW_WINDOWS))
         self._windows_since += 1
-        if named == self._named and (not named or self._windows_since < _REPEAT_AFTER):
+        is_reminder = bool(named) and self._windows_since >= _REPEAT_AFTER
+        if named == self._named and not is_reminder:
             return None
         self._named, self._windows_since = named, 0
         if not named:
             return "no rank is slow any more"
-        return "slow: " + "; ".join(self._parts[entry] for entry in named)
+        return "slow: " + "; ".join(self._texts[entry] for entry in named)
 
     def _slower_than_before(self, seconds: Mapping[int, float]) -> dict[int, tuple[str, float]]:
         """Return reason and ratio of the ranks that have been faster."""
