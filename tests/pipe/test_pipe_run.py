@@ -373,3 +373,24 @@ def test_all_side_losses_of_a_layer_count_by_the_samples_of_their_micro_batch():
     total.backward()
     expected.backward()
     torch.testing.assert_close(inputs.grad, plain.grad)
+
+
+def test_a_draw_that_was_not_intercepted_is_refused_its_recompute_and_the_batch_can_be_repeated():
+    """From then on the ops of the partition are intercepted in every forward."""
+    rates = [0.0]
+
+    class Hidden(nn.Module):
+        def forward(self, x):
+            return nn.functional.dropout(x, rates[0])
+
+    pipe = Pipe(nn.Sequential(Hidden(), nn.Linear(20, 20)), [1, 1], devices=2, checkpoint="always")
+    x = torch.ones(4, 20)
+    for _ in range(4):
+        pipe(x).sum().backward()
+    # The fifth forward is not observed; the sixth and the seventh are not, either.
+    rates[0] = 0.5
+    loss = pipe(x).sum()
+    with pytest.raises(RuntimeError, match="The next forward allows for it: repeat the batch"):
+        loss.backward()
+    for _ in range(2):
+        pipe(x).sum().backward()

@@ -173,3 +173,37 @@ def test_side_losses_have_the_share_of_samples_and_the_loss_its_weight(weight, s
     loss, sides = torch.tensor(8.0), [torch.tensor(2.0), torch.tensor(3.0)]
     assert float(_weighted_loss(loss, sides, weight, share)) == 8 * weight + 5 * share
     assert float(_weighted_loss(loss, [], weight, share)) == 8 * weight
+
+
+class RunningSum(nn.Module):
+    """Sums the tokens up to each one, and may drop some."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.rate = rate
+
+    def forward(self, x):
+        """Sum the whole sequence."""
+        return self.forward_slice(x, None)[0]
+
+    def forward_slice(self, x, past):
+        """Go on from the sum of the slices before."""
+        x = nn.functional.dropout(x, self.rate)
+        total = x.cumsum(1) + (0 if past is None else past)
+        return total, total[:, -1:]
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.5])
+def test_slices_of_a_sequence_continue_the_state_of_their_layer(rate):
+    """With random numbers only slices can be compared: each has masks of its own."""
+    pipe = ps.Pipeline(
+        [nn.Linear(3, 3), RunningSum(rate), nn.Linear(3, 3), RunningSum(rate)],
+        balance=[2, 2],
+        schedule=ps.schedule("terapipe", 2, 2, slices=3),
+        loss=nn.functional.mse_loss,
+        executor="threads",
+    )
+    generator = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(4, 6, 3, generator=generator) for _ in range(2))
+    comparison = pipe.compare_with_one_device(x, y)
+    assert comparison.relative < 1e-5
