@@ -29,9 +29,11 @@ RUNTIME = tuple(
     f"tests/runtime/{name}.py"
     for name in (
         "test_interpreter",
+        "test_interpreter_errors",
         "test_streaming",
         "test_pipeline",
         "test_optimizers",
+        "test_frozen_parameters",
         "comparison/test_one_device_comparison",
     )
 )
@@ -879,7 +881,7 @@ DEFECTS = [
         "        self.zero()\n        # Last",
         (
             "tests/optim",
-            "tests/runtime/test_optimizers.py",
+            "tests/runtime/test_frozen_parameters.py",
         ),
     ),
     Defect(
@@ -889,7 +891,7 @@ DEFECTS = [
         "if parameter.requires_grad",
         (
             "tests/optim",
-            "tests/runtime/test_optimizers.py",
+            "tests/runtime/test_frozen_parameters.py",
         ),
     ),
     Defect(
@@ -1454,7 +1456,7 @@ DEFECTS = [
         "runtime/global_step.py",
         "row_lengths = self._lengths.get((rank, self.epoch))",
         "row_lengths = self._lengths.get((rank, 0))",
-        ("tests/runtime/test_optimizers.py",),
+        ("tests/runtime/test_frozen_parameters.py",),
     ),
     Defect(
         "stream: sizes of batches before the last flush stay",
@@ -1468,7 +1470,7 @@ DEFECTS = [
         "runtime/interpreter.py",
         "self._batch_step = batch.step",
         "self._batch_step = 0",
-        ("tests/runtime/test_interpreter.py",),
+        ("tests/runtime/test_interpreter_errors.py",),
     ),
     Defect(
         "steps: every backward before an update completes the gradients",

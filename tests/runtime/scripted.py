@@ -19,6 +19,12 @@ from penstock.transport.payload import Payload
 #: Numbers of the kinds of values, in the tensors that stand for them.
 KINDS = "FBE"
 
+#: One stage on one rank, with two micro-batches.
+ALONE = "0F0 0F1 0B0 0B1 0U1"
+
+#: Two ranks with a stage each.
+PAIR = "0F0 0B0 0U1\n1F0 1B0 1U1"
+
 
 def value(kind, stage, micro_batch, step=0):
     """Return a payload that says which op has produced it."""
@@ -173,3 +179,27 @@ class Ranks:
             futures = [pool.submit(play, rank) for rank in range(len(self.interpreters))]
         for future in futures:
             future.result()
+
+
+class Fails(Exception):
+    """A failure of a layer."""
+
+
+def ignore(*args):
+    """Return 0 bytes."""
+    return 0
+
+
+def failing(error):
+    """Return a method that raises."""
+
+    def fail(*args, **options):
+        raise error
+
+    return fail
+
+
+def interpreter_of(text, **options):
+    """Return the only interpreter of a schedule of one rank, its program and its log."""
+    ranks = Ranks(text, **options)
+    return ranks.interpreters[0], ranks.programs[0], ranks.logs[0]

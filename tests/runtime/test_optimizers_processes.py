@@ -8,7 +8,7 @@ import os
 
 import pytest
 import torch
-from tests.runtime.test_optimizers import adamw, batch, model, plain_step, same_state
+from tests.runtime.against_plain import adamw, batch, model, plain_step, same_state
 from torch.nn import functional
 
 import penstock as ps
