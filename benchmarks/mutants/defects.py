@@ -31,6 +31,7 @@ RUNTIME = tuple(
         "test_interpreter",
         "test_interpreter_errors",
         "test_streaming",
+        "test_streams_of_pipelines",
         "test_pipeline",
         "test_optimizers",
         "test_frozen_parameters",
@@ -579,7 +580,7 @@ DEFECTS = [
         "runtime/stream_weights.py",
         "holders[index].index(rank) if index in wave_replicas else 0",
         "0",
-        ("tests/checkpoint/test_checkpoint.py", "tests/runtime/test_streaming.py"),
+        ("tests/checkpoint/test_checkpoint.py", "tests/runtime/test_streams_of_pipelines.py"),
     ),
     Defect(
         "costs: recompute is not counted before a backward",
@@ -915,7 +916,7 @@ DEFECTS = [
         "        self._next_update = self._replicas[0]\n",
         (
             "tests/optim",
-            "tests/runtime/test_streaming.py",
+            "tests/runtime/test_streams_of_pipelines.py",
         ),
     ),
     Defect(
@@ -1630,14 +1631,14 @@ DEFECTS += [
         "runtime/streaming.py",
         "with_batch_count(self.schedule, 2 * self.schedule.batches + period_batches)",
         "with_batch_count(self.schedule, period_batches)",
-        ("tests/runtime/test_streaming.py",),
+        ("tests/runtime/test_streaming.py", "tests/runtime/test_streams_of_pipelines.py"),
     ),
     Defect(
         "interpreter: a probed gradient has its number in the stream",
         "runtime/interpreter.py",
         "self.finite.after_backward(stage, batch, number)",
         "self.finite.after_backward(stage, batch, micro_batch)",
-        ("tests/runtime/test_interpreter.py",),
+        ("tests/runtime/test_interpreter_streams.py",),
     ),
     Defect(
         "slow ranks: a rank is compared with its last window, not with its best",
