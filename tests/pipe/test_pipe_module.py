@@ -101,6 +101,20 @@ def test_state_loads_where_the_pipe_is_a_part_of_another_module():
     assert whole["body"][0].bias.tolist() == [3.0] * 8
 
 
+def test_a_layer_may_have_the_name_of_the_partitions():
+    """Its keys in the plain model begin as those of a Pipe do."""
+
+    def make():
+        inner = nn.Sequential(OrderedDict(inner=nn.Linear(2, 2)))
+        return nn.Sequential(OrderedDict(first=nn.Linear(2, 2), partitions=inner))
+
+    plain = make()
+    pipe = Pipe(make(), [1, 1], devices=2)
+    pipe.load_state_dict(plain.state_dict())
+    assert torch.equal(pipe[1].inner.weight, plain.partitions.inner.weight)
+    assert list(pipe.sequential_state_dict()) == list(plain.state_dict())
+
+
 def test_a_missing_and_an_unexpected_tensor_are_named():
     """Strictness stays what it is."""
     state = make_model().state_dict()

@@ -394,3 +394,22 @@ def test_a_draw_that_was_not_intercepted_is_refused_its_recompute_and_the_batch_
         loss.backward()
     for _ in range(2):
         pipe(x).sum().backward()
+
+
+def test_an_output_may_require_a_gradient_in_some_micro_batches_only():
+    """The gradient of the others is zero, as where a plain model joins such parts."""
+
+    class Sometimes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gain = nn.Parameter(torch.ones(()))
+
+        def forward(self, x):
+            return x * self.gain if bool(x[0] > 2) else x
+
+    x = torch.tensor([[1.0], [2.0], [3.0], [4.0]])
+    pipe = Pipe(nn.Sequential(Sometimes()), [1], chunks=2)
+    output = pipe(x)
+    assert output.requires_grad
+    output.square().sum().backward()
+    assert float(pipe[0].gain.grad) == 2 * (9 + 16)

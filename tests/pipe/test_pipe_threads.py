@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import threading
+from functools import partial
+
+import pytest
 import torch
 from tests.pipe.layers import forced_from_the_start
+from tests.time_limits import HANG_S
 from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.pipe.pipe import Pipe
-from penstock.pipe.pipe_threads import MIN_THREADED_OP_S, ThreadChoice
+from penstock.pipe.pipe_threads import (
+    MIN_THREADED_OP_S,
+    PartitionThreads,
+    ThreadChoice,
+    has_thread_local_state,
+)
 
 
 def test_threads_are_used_where_ops_are_long_and_not_where_they_are_short():
@@ -45,3 +57,51 @@ def test_threads_inside_an_op_are_shared_and_the_callers_number_stays():
     finally:
         torch.set_num_threads(caller_threads)
     assert thread_counts == [4, 4, 4, 4, 2, 2]
+
+
+def test_jobs_have_a_thread_each_and_the_inference_mode_of_the_caller():
+    """The threads stay from call to call: a layer may keep something in them."""
+    threads = PartitionThreads()
+    together = threading.Barrier(3)
+    rows = []
+
+    def run(count):
+        names = {}
+
+        def job(number):
+            if count == 3:
+                together.wait(HANG_S)
+            names[number] = threading.current_thread().name, torch.is_inference_mode_enabled()
+
+        threads.run([partial(job, number) for number in range(count)], stop=rows.append)
+        return names
+
+    names = [f"penstock-pipe-{number}" for number in range(3)]
+    assert run(3) == {number: (name, False) for number, name in enumerate(names)}
+    with torch.inference_mode():
+        assert run(2) == {number: (name, True) for number, name in enumerate(names[:2])}
+    assert run(1) == {0: (names[0], False)}
+    assert rows == []
+
+
+@pytest.mark.parametrize("stack", ["function", "dispatch", "hooks"])
+def test_modes_and_hooks_of_the_callers_thread_are_noticed(stack):
+    """Other threads cannot be given them."""
+    modes = {
+        "function": TorchFunctionMode,
+        "dispatch": TorchDispatchMode,
+        "hooks": lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t),
+    }
+    assert not has_thread_local_state()
+    with modes[stack]():
+        assert has_thread_local_state()
+    assert not has_thread_local_state()
+
+
+def test_the_first_three_half_steps_and_every_eighth_are_timed():
+    """To read the CPU time of a thread costs more than a short op."""
+    choice = ThreadChoice()
+    assert [number for number in range(1, 25) if choice.is_due()] == [1, 2, 3, 8, 16, 24]
+    for forced in (True, False):
+        choice.forced = forced
+        assert choice.use_threads() is forced

@@ -142,24 +142,6 @@ def test_side_losses_are_part_of_the_loss(mode):
         torch.testing.assert_close(pipe(x, y), expected.detach())
 
 
-@pytest.mark.parametrize("threads", [False, True])
-@pytest.mark.parametrize("mode", MODES)
-def test_autocast_of_the_caller_holds_in_all_threads(mode, threads):
-    """Forward, recompute and loss."""
-    plain, pipe = make_layers().float(), make_pipe(threads, make_layers().float(), checkpoint=mode)
-    x, y = (part.float() for part in batch(8))
-    with torch.autocast("cpu", torch.bfloat16):
-        expected, loss = functional.mse_loss(plain(x), y.bfloat16()), pipe(x, y.bfloat16())
-    expected.backward()
-    loss.backward()
-    torch.testing.assert_close(grads_of(pipe), grads_of(plain), rtol=0.1, atol=3e-3)
-    with (
-        torch.autocast("cpu", torch.float16),
-        pytest.raises(SettingError, match=r"torch\.bfloat16"),
-    ):
-        pipe(x, y)
-
-
 @pytest.mark.parametrize("clone", [copy.deepcopy, lambda pipe: pickle.loads(pickle.dumps(pipe))])
 def test_copies_run_for_themselves(clone):
     """A Pipe that has run can be copied and pickled."""

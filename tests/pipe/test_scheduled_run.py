@@ -375,6 +375,8 @@ def test_what_needs_another_way_is_refused_by_name():
         pipe(schedule="pipedream")
     with pytest.raises(ScheduleError, match="copies of stages"):
         pipe(schedule="chimera")
+    with pytest.raises(SettingError, match="with loss= all partitions of a Pipe are on one device"):
+        Pipe(make_layers(), [4, 4], devices=["cpu", "meta"], loss=functional.mse_loss)
     with pytest.raises(SettingError, match="4 partitions and 8 chunks"):
         pipe(schedule=ps.schedule("1f1b", 4, 4), chunks=8)
     with pytest.raises(ps.errors.UnknownName, match="1f1b"):
@@ -388,3 +390,21 @@ def test_what_needs_another_way_is_refused_by_name():
     head = nn.Linear(6, 6).double()
     with pytest.raises(SettingError, match="trainable weight"):
         pipe(loss=lambda output, target: functional.mse_loss(head(output), target))
+
+
+@pytest.mark.parametrize("threads", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+def test_autocast_of_the_caller_holds_in_all_threads(mode, threads):
+    """Forward, recompute and loss."""
+    plain, pipe = make_layers().float(), make_pipe(threads, make_layers().float(), checkpoint=mode)
+    x, y = (part.float() for part in batch(8))
+    with torch.autocast("cpu", torch.bfloat16):
+        expected, loss = functional.mse_loss(plain(x), y.bfloat16()), pipe(x, y.bfloat16())
+    expected.backward()
+    loss.backward()
+    torch.testing.assert_close(grads_of(pipe), grads_of(plain), rtol=0.1, atol=3e-3)
+    with (
+        torch.autocast("cpu", torch.float16),
+        pytest.raises(SettingError, match=r"torch\.bfloat16"),
+    ):
+        pipe(x, y)

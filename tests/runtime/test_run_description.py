@@ -135,6 +135,18 @@ def test_modules_are_described_with_their_values_and_without_addresses():
     }
     assert describe(loss) == f"Loss( at  and , 0xyz ) with values {describe(values)}"
     assert describe(nn.Tanh()) == "Tanh()"
+
+    class Counting(nn.Module):
+        """A loss whose state has more than tensors."""
+
+        def get_extra_state(self):
+            """Return a plain value."""
+            return {"calls": 3}
+
+        def set_extra_state(self, state):
+            """Take it."""
+
+    assert describe(Counting()) == "Counting()"
     other = copy.deepcopy(loss)
     other.bias.data += 1
     assert describe(other) != describe(loss)

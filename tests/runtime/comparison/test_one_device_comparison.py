@@ -132,6 +132,8 @@ def test_a_comparison_prints_the_worst_of_each_kind_first():
         "  buffer    norm.running_mean  differs by 2.50e-01 (relative 5.0e-01)",
         "  and 4 more, which differ no more than the last line of their kind",
     ]
+    frozen = str(Comparison(scale={"output output": 4.0}, outputs={"output": 1.0}))
+    assert "one device: 0 gradients, 0 buffers, 1 output and the loss;" in frozen
     assert str(Comparison()) == "nothing was compared here: rank 0 has the comparison"
 
 
