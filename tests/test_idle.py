@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import penstock as ps
 from penstock.event import Event, Timeline
-from penstock.idle import IdleCause, idle_intervals, idle_seconds, link_traffic
+from penstock.idle import IdleCause, IdleSeconds, idle_intervals, idle_seconds, link_traffic
 from penstock.schedule.op import Op
 
 NAMES = ("gpipe", "1f1b", "zb-h1", "interleaved", "bpipe", "dualpipe", "seq1f1b")
@@ -112,3 +112,69 @@ def test_traffic_counts_messages_and_bytes_per_link():
     assert link_traffic(hosts, by_host=True) == (("a", "b", 2, 30, 5.0, 4.0),)
     same = dataclasses.replace(timeline, hosts=("a", "a"))
     assert link_traffic(same, by_host=True) == ()
+
+
+def test_ranks_of_a_host_are_summed_up_and_messages_within_it_left_out():
+    """What the network card of a host sends to each other host; links are in order."""
+    events = [
+        Event(2, op("2F0"), 0.0, 1.0, wait_s=0.0),
+        Event(0, op("0F0"), 0.0, 1.0),
+        Event(2, op("2F0"), 1.0, 2.0, 5, 0),
+        Event(0, op("0F0"), 1.0, 3.0, 10, 1),
+        Event(0, op("1F0"), 1.0, 4.0, 20, 2),
+        Event(1, op("1F0"), 3.0, 4.0, wait_s=3.0),
+        Event(1, op("1F0"), 4.0, 6.0, 40, 2),
+        Event(2, op("2F1"), 8.0, 9.0, wait_s=0.0),
+    ]
+    timeline = Timeline.of(events, 3, 3, source="measured")
+    assert [row[:4] for row in link_traffic(timeline)] == [
+        (0, 1, 1, 10),
+        (0, 2, 1, 20),
+        (1, 2, 1, 40),
+        (2, 0, 1, 5),
+    ]
+    hosts = dataclasses.replace(timeline, hosts=("a", "a", "b"))
+    rows = link_traffic(hosts, by_host=True)
+    assert [row[:5] for row in rows] == [("a", "b", 2, 60, 5.0), ("b", "a", 1, 5, 1.0)]
+
+
+def test_traffic_and_seconds_use_the_intervals_that_the_caller_has():
+    """They are computed once for both."""
+    timeline = two_ranks(2.0, 5.0, 5.0, None)
+    assert link_traffic(timeline, [])[0].waited_s == 0.0
+    assert link_traffic(timeline)[0].waited_s == 3.0
+    assert idle_seconds(timeline, []) == (IdleSeconds(0.0, 0.0, 0.0),) * 2
+    assert idle_seconds(timeline) == (IdleSeconds(0.0, 0.0, 4.0), IdleSeconds(2.0, 3.0, 0.0))
+
+
+def test_gaps_of_rounding_errors_are_no_idle_time():
+    """The simulator's sums differ in the last bits."""
+    events = [Event(0, op("0F0"), 0.0, 1.0), Event(0, op("0F1"), 1.0 + 1e-12, 2.0)]
+    assert idle_intervals(Timeline.of(events, 1, 1)) == ()
+    events = [Event(0, op("0F0"), 0.0, 1.0), Event(0, op("0F1"), 1.0 + 1e-6, 2.0)]
+    assert len(idle_intervals(Timeline.of(events, 1, 1))) == 1
+
+
+def test_the_last_of_several_values_is_waited_for():
+    """A backward may need activations that another rank holds, and a gradient."""
+    events = [
+        Event(1, op("1B0"), 0.0, 1.0),
+        Event(1, op("1B0"), 1.0, 2.0, 1, 0),
+        Event(2, op("0L0"), 0.0, 3.0),
+        Event(2, op("0L0"), 3.0, 6.0, 1, 0),
+        Event(0, op("0L0"), 6.0, 6.5),
+        Event(0, op("0B0"), 6.5, 7.0),
+    ]
+    timeline = Timeline.of(events, 3, 2, source="measured")
+    assert parts(timeline, 0) == [(0.0, 3.0, "n"), (3.0, 6.0, "l")]
+
+
+def test_an_op_that_moves_activations_waits_for_them():
+    """The receiver of an eviction runs the same op as the sender."""
+    events = [
+        Event(0, op("0E0"), 0.0, 1.0),
+        Event(0, op("0E0"), 1.0, 3.0, 1, 1),
+        Event(1, op("0E0"), 3.0, 4.0),
+    ]
+    timeline = Timeline.of(events, 2, 2, source="measured")
+    assert parts(timeline, 1) == [(0.0, 1.0, "n"), (1.0, 3.0, "l")]

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import ast
 import inspect
+import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Unpack, get_type_hints
 
@@ -13,7 +15,19 @@ import pytest
 import torch
 
 from penstock.cli.train import train
-from penstock.option import CommonOptions, check_limits, options_of
+from penstock.errors import SettingError
+from penstock.option import (
+    CommonOptions,
+    Option,
+    check_limits,
+    check_zero,
+    common_values,
+    default_of,
+    describe_options,
+    option,
+    options_of,
+    signature_with_options,
+)
 from penstock.runtime.pipeline import Pipeline
 from penstock.stage.training_arguments import TrainingArguments
 from penstock.stage.training_options import TrainingOptions, parse_options
@@ -169,3 +183,155 @@ def test_an_infinite_norm_clips_nothing_and_is_valid():
     infinite = float("inf")
     assert CommonOptions(clip_grad_norm=infinite).clip_grad_norm == infinite
     check_limits(CommonOptions(clip_grad_norm=infinite))
+
+
+@dataclass(frozen=True)
+class Base:
+    """Options that a record inherits, and a field that is none."""
+
+    rate: float | None = option(0.5, "The rate of it.", minimum=0, maximum=1)
+    size: float = option(1.0, "A size.", above=0)
+    plain: int = -7
+
+
+@dataclass(frozen=True)
+class Record(Base):
+    """A record with options of its own."""
+
+    count: int = option(
+        2, "Number of steps, " + "of which there are many, " * 6 + "or few.", minimum=1
+    )
+    table: dict[str, int] = option({"a": 1}, "A table.")
+
+
+def test_a_record_has_its_own_options_first_and_no_other_fields():
+    """So `--help` begins with what a command adds to the common options."""
+    for record in (Record, Record()):
+        assert [entry.name for entry, _ in options_of(record)] == ["count", "table", "rate", "size"]
+    assert [entry.name for entry, _ in options_of(Base)] == ["rate", "size"]
+    defaults = {entry.name: default_of(entry) for entry, _ in options_of(Record)}
+    assert defaults == {"count": 2, "table": {"a": 1}, "rate": 0.5, "size": 1.0}
+
+
+def test_each_record_has_a_dict_of_its_own():
+    """A change of one must not be the default of the next."""
+    first, second = Record(), Record()
+    first.table["b"] = 2
+    assert second.table == Record().table == {"a": 1}
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"rate": -0.1}, "rate is -0.1; it must be 0 or more"),
+        ({"rate": 1.5}, "rate is 1.5; it must be 1 or less"),
+        ({"rate": float("nan")}, "rate is nan; it must be finite"),
+        ({"rate": float("-inf")}, "rate is -inf; it must be 0 or more"),
+        ({"size": 0}, "size is 0; it must be above 0"),
+        ({"size": float("nan")}, "size is nan; it must be above 0"),
+        ({"size": float("inf")}, "size is inf; it must be finite"),
+        ({"count": 0}, "count is 0; it must be 1 or more"),
+        (
+            {"count": 2**64},
+            "count is 18446744073709551616; it must be 18446744073709551615 or less",
+        ),
+        ({"rate": 0.2, "count": -1}, "count is -1; it must be 1 or more"),
+    ],
+)
+def test_a_number_out_of_its_limits_is_refused(values, message):
+    """With its name and the limit that it breaks; NaN is within no limits."""
+    with pytest.raises(SettingError) as refusal:
+        check_limits(Record(**values))
+    assert str(refusal.value) == message
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"rate": 0},
+        {"rate": 1.0},
+        {"rate": None},
+        {"size": 5e-324},
+        {"size": sys.float_info.max},
+        {"count": 1},
+        {"count": 2**64 - 1},
+        {"table": {"a": -1}},
+    ],
+)
+def test_limits_are_valid_values_and_other_types_have_none(values):
+    """None is no number, and neither is a table."""
+    check_limits(Record(**values))
+
+
+@pytest.mark.parametrize(
+    ("synchronous", "value", "needs"),
+    [
+        (True, 2, True),
+        (True, 1, False),
+        (True, 0, False),
+        (True, None, False),
+        (False, 2, False),
+        ("skip", "skip", True),
+        ("skip", "warn", False),
+    ],
+)
+def test_an_option_needs_a_synchronous_schedule_where_it_is_switched_on(synchronous, value, needs):
+    """The default, and a value that switches it off, go with every schedule."""
+    assert Option("", synchronous=synchronous).needs_synchronous(value, 1) is needs
+
+
+@pytest.mark.parametrize("level", [None, 0, 1])
+def test_the_levels_of_zero_that_copies_have(level):
+    """None is what the plan says."""
+    check_zero(level)
+
+
+@pytest.mark.parametrize(
+    ("level", "start"),
+    [
+        (2, "zero=2: copies of a stage"),
+        (3, "zero=3: copies"),
+        (4, "zero is 0 or 1, not 4"),
+        ("1", "zero is 0 or 1, not '1'"),
+    ],
+)
+def test_other_levels_of_zero_are_refused(level, start):
+    """Levels 2 and 3 with what has them."""
+    with pytest.raises(SettingError) as refusal:
+        check_zero(level)
+    assert str(refusal.value).startswith(start)
+    assert ("fully_shard" in str(refusal.value)) == (level in (2, 3))
+
+
+def test_a_signature_has_the_options_in_place_of_the_keywords():
+    """Editors and `help` show them with types and defaults."""
+
+    def call(first, *, second=1, **options):
+        """Take options."""
+
+    parameters = signature_with_options(call, Record).parameters
+    assert list(parameters) == ["first", "second", "count", "table", "rate", "size"]
+    assert parameters["count"].kind is inspect.Parameter.KEYWORD_ONLY
+    assert (parameters["count"].default, parameters["count"].annotation) == (2, "int")
+    assert parameters["table"].default == {"a": 1}
+    assert parameters["second"].default == 1
+
+
+def test_options_are_described_as_arguments_in_a_docstring():
+    """In lower case, wrapped and indented as the arguments before them."""
+    lines = describe_options(Record).splitlines()
+    assert lines[0].startswith("count: number of steps, of which")
+    assert [len(line) - len(line.lstrip()) for line in lines[1:3]] == [16, 16]
+    assert lines[-3:] == [
+        " " * 12 + "table: a table.",
+        " " * 12 + "rate: the rate of it.",
+        " " * 12 + "size: a size.",
+    ]
+    assert all(len(line) <= 100 for line in lines)
+
+
+def test_common_values_are_those_of_the_common_options_alone():
+    """They are handed on from a file to a Pipeline."""
+    values = common_values(TrainConfig(accumulate=3, zero=1))
+    assert list(values) == [entry.name for entry, _ in options_of(CommonOptions)]
+    assert (values["accumulate"], values["zero"], values["on_nonfinite"]) == (3, 1, "raise")

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
 from penstock.pipe.pipe import Pipe
+from penstock.pipe.pipe_batch import check_input, concatenate_outputs, split_input
+from penstock.transport.payload import Payload
 
 
 class Returning(nn.Module):
@@ -90,3 +95,104 @@ def test_batches_of_any_size_are_cut_as_torch_chunk_does(samples):
     x = torch.rand(samples, 2)
     torch.testing.assert_close(pipe(x), x)
     assert sizes == [len(part) for part in x.chunk(4)]
+
+
+def halves(value, chunks=2):
+    """The micro-batches of a value."""
+    return [micro_batch.value() for micro_batch in split_input(value, chunks)]
+
+
+def test_every_tensor_is_split_and_everything_else_is_in_each_micro_batch():
+    """Without a graph: the partitions make leaves of their own."""
+    weight = torch.ones(3, 2, requires_grad=True)
+    first, second = halves({"x": weight * 2, "mask": torch.tensor([1, 2, 3]), "none": None})
+    assert (first["x"].shape, second["x"].shape) == ((2, 2), (1, 2))
+    assert (first["mask"].tolist(), second["mask"].tolist()) == ([1, 2], [3])
+    assert first["none"] is None
+    assert second["none"] is None
+    assert not first["x"].requires_grad
+    assert split_input(weight * 2, 2)[1].wants_grad == (True,)
+
+
+def test_a_single_micro_batch_may_have_numbers_without_dimensions():
+    """Such as the number of targets by which a model divides its loss."""
+    (whole,) = halves((torch.ones(3, 2), torch.tensor(7)), chunks=1)
+    assert whole[1].item() == 7
+    with pytest.raises(ValueError, match="no tensors"):
+        halves([None], chunks=1)
+    with pytest.raises(ValueError, match=r"these have \(\)"):
+        halves(torch.tensor(7), chunks=1)
+
+
+@dataclass
+class Batch:
+    """Attributes of objects may be constants."""
+
+    x: torch.Tensor
+    scale: float = 2.0
+
+
+def test_attributes_may_be_constants_and_items_of_containers_may_not():
+    """An item is data, which has one entry for each sample."""
+    check_input(Batch(torch.ones(2)))
+    check_input((torch.ones(2), None))
+    for value in ([torch.ones(2), 3.0], {"x": torch.ones(2), "y": "text"}):
+        with pytest.raises(TypeError, match=r"expected Tensor, but got (float|str): a Pipe takes"):
+            check_input(value)
+    with pytest.raises(TypeError, match=r"has a sparse tensor in it.*make it in the first layer"):
+        check_input([torch.eye(2).to_sparse()])
+    with pytest.raises(TypeError, match="the input of a Pipe cannot be cut into micro-batches: "):
+        check_input([torch.ones(2), SimpleNamespace(x=iter([torch.ones(1)]))])
+
+
+def joined(*values, samples=(2, 1)):
+    """The outputs of two micro-batches, joined."""
+    return concatenate_outputs([Payload.of(value) for value in values], samples).value()
+
+
+def test_outputs_are_joined_leaf_by_leaf():
+    """Tensors along their first dimension; attributes that are equal constants stay."""
+    first, second = Batch(torch.ones(2, 3)), Batch(torch.zeros(1, 3))
+    result = joined({"a": first, "b": None}, {"a": second, "b": None})
+    assert result["a"].x.tolist() == [[1.0] * 3, [1.0] * 3, [0.0] * 3]
+    assert (result["a"].scale, result["b"]) == (2.0, None)
+
+
+def test_the_output_of_a_single_micro_batch_is_taken_as_it_is():
+    """Also without dimensions: nothing is joined."""
+    loss = joined(torch.tensor(3.0, requires_grad=True), samples=(4,))
+    assert loss.item() == 3.0
+    assert not loss.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "kind", "says"),
+    [
+        (
+            [torch.ones(2)],
+            [None],
+            RuntimeError,
+            "returned tensor.* for one micro-batch and None for",
+        ),
+        ([None], [torch.ones(1)], RuntimeError, "returned None for one micro-batch and tensor"),
+        (
+            [torch.ones(2), 1],
+            [torch.ones(1), 1],
+            TypeError,
+            "expected Tensor, but got int: the out",
+        ),
+        (
+            Batch(torch.ones(2), 1.0),
+            Batch(torch.ones(1), 2.0),
+            RuntimeError,
+            "returned 1.0 for one micro-batch and 2.0 for another",
+        ),
+        ([torch.ones(2)], (torch.ones(1),), RuntimeError, "nested in another way"),
+        (torch.eye(2).to_sparse(), torch.eye(2).to_sparse(), RuntimeError, r"return its to_dense"),
+        (torch.ones(2, 2), torch.ones(2, 2), RuntimeError, "must index the samples"),
+    ],
+)
+def test_outputs_that_differ_between_micro_batches_are_refused(first, second, kind, says):
+    """The whole output would not be that of the plain model."""
+    with pytest.raises(kind, match=says):
+        joined(first, second)

@@ -78,9 +78,10 @@ def resolve_devices(devices: Devices | None, partitions: int) -> list[torch.devi
     """Return the devices of the argument `devices`, with explicit indices for GPUs."""
     gpus = torch.cuda.device_count()
     if devices is None:
-        devices = range(gpus) if gpus else ["cpu"] * partitions
-    elif isinstance(devices, int):
-        devices = range(devices) if devices <= gpus else ["cpu"] * devices
+        devices = gpus or ["cpu"] * partitions
+    if isinstance(devices, int):
+        on_gpus = devices <= gpus
+        devices = [f"cuda:{index}" if on_gpus else "cpu" for index in range(devices)]
     return [
         torch.device("cuda", torch.cuda.current_device())
         if device.type == "cuda" and device.index is None
