@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -9,6 +12,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import penstock as ps
 from penstock.errors import SettingError
+from penstock.runtime.state.weight_average import Average
 
 X, Y = torch.randn(8, 4, generator=torch.Generator().manual_seed(0)), torch.ones(8, 4)
 
@@ -258,3 +262,37 @@ def test_decays_at_the_ends_of_the_range_are_allowed(decay):
     for wrong in (-0.1, 1.1):
         with pytest.raises(SettingError, match=f"not {wrong}"):
             pipe.ema(wrong)
+
+
+def test_a_rank_without_a_stage_takes_part_in_an_average():
+    """A plan may leave ranks idle, which make the same calls and count the same updates."""
+    calls = []
+    pipe = SimpleNamespace(_enter=calls.append, model_state=lambda: {"weight": X}, state_dict=dict)
+    average = Average(pipe, [], [])
+    with pytest.raises(SettingError, match="there is no average yet"):
+        average.model_state()
+    average.update()
+    assert average.n_averaged == 1
+    assert average.model_state() == {"weight": X}
+    assert average.state_dict() == {}
+    average.load_state_dict({"n_averaged": torch.tensor(7)})
+    assert average.n_averaged == 7
+    average.restart(3)
+    assert average.n_averaged == 3
+    assert calls == [
+        f"ema.{call}" for call in ("applied", "update", "applied", "applied", "load_state_dict")
+    ]
+
+
+def test_a_pipeline_with_an_idle_rank_is_averaged_and_saved(tmp_path):
+    """The checkpoint has the number of updates."""
+    schedule = ps.schedule("gpipe", 2, 2)
+    schedule = dataclasses.replace(schedule, programs=(*schedule.programs, ()))
+    pipe = pipeline(tied_model(), schedule=schedule, micro_batches=None)
+    average = pipe.ema()
+    pipe.train_batch(X, Y)
+    average.update()
+    pipe.save(tmp_path)
+    average.restart(0)
+    pipe.load(tmp_path)
+    assert average.n_averaged == 1

@@ -75,12 +75,14 @@ class Average:
         parts: list[tuple[_StageTensors, AveragedModel]],
     ) -> None:
         self._pipe, self._parts = pipe, parts
+        # Counted here too: a rank without a stage has no parts.
+        self._updates = 0
         self._part_of_stage = dict(zip(map(id, stages), parts, strict=True))
 
     @property
     def n_averaged(self) -> int:
         """The number of updates so far."""
-        return int(self._parts[0][1].n_averaged)
+        return self._updates
 
     def averaged(self, stage: Stage) -> dict[str, Tensor]:
         """Return the live averaged tensors of a local stage by the names of the model."""
@@ -91,6 +93,7 @@ class Average:
 
     def restart(self, count: int) -> None:
         """Set the number of updates so far; at 0 the next update copies the weights."""
+        self._updates = count
         for _, averaged in self._parts:
             averaged.n_averaged.fill_(count)
 
@@ -99,6 +102,7 @@ class Average:
         self._pipe._enter("ema.update")
         for live, averaged in self._parts:
             averaged.update_parameters(live)
+        self._updates += 1
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -176,8 +180,7 @@ class Average:
         with torch.no_grad():
             for target, source in pairs:
                 target.copy_(source)
-            for _, averaged in self._parts:
-                averaged.n_averaged.copy_(tensors[_COUNT])
+        self.restart(int(tensors[_COUNT]))
 
     def _checked_pairs(self, tensors: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
         """Pair the tensors of the average with their saved values.
