@@ -158,3 +158,87 @@ def test_the_loss_is_no_part_of_the_model():
     """Checkpoints stay those of the layers."""
     pipe = make_pipe(None, loss=nn.CrossEntropyLoss(weight=torch.ones(6)))
     assert list(pipe.state_dict()) == list(Pipe(make_layers(), [2, 2, 2, 2]).state_dict())
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+def test_a_loss_may_return_a_sum_and_a_count(gradients):
+    """Micro-batches then count by their counts, with gradients and without."""
+
+    def weighted(output, target):
+        weights = (target > 0).double()
+        return ((output - target).square() * weights).sum(), weights.sum()
+
+    plain, pipe = make_layers(), make_pipe(None, loss=weighted)
+    x, y = batch(9)
+    total, count = weighted(plain(x), y)
+    with torch.set_grad_enabled(gradients):
+        loss = pipe(x, y)
+    torch.testing.assert_close(loss.detach(), (total / count).detach())
+    assert loss.requires_grad == gradients
+    if gradients:
+        (total / count).backward()
+        loss.backward()
+        torch.testing.assert_close(grads_of(pipe), grads_of(plain))
+
+
+def test_a_frozen_model_has_a_loss_without_a_graph():
+    """Nothing is run backwards for it."""
+    plain, pipe = make_layers(), make_pipe(None)
+    x, y = batch(8)
+    pipe.requires_grad_(False)
+    loss = pipe(x, y)
+    assert not loss.requires_grad
+    torch.testing.assert_close(loss, functional.mse_loss(plain(x), y).detach())
+
+
+def test_inputs_and_targets_may_be_nested():
+    """As for a Pipeline; the loss gets the structure of the targets."""
+
+    class Both(nn.Module):
+        def forward(self, pair):
+            return {"sum": pair["a"] + pair["b"][0]}
+
+    def loss_of(output, target):
+        return functional.mse_loss(output["sum"], target[0]["y"])
+
+    layers = nn.Sequential(Both(), Select(), make_layers(2), Wrap())
+    pipe = make_pipe(None, layers, loss=loss_of, balance=[2, 2])
+    plain = make_layers(2)
+    x, y = batch(8)
+    expected = functional.mse_loss(plain(2 * x), y)
+    for gradients in (False, True):
+        with torch.set_grad_enabled(gradients):
+            loss = pipe({"a": x, "b": (x,)}, [{"y": y}])
+        torch.testing.assert_close(loss.detach(), expected.detach())
+    loss.backward()
+    expected.backward()
+    torch.testing.assert_close(grads_of(pipe), grads_of(plain))
+
+
+class Select(nn.Module):
+    """Takes the sum."""
+
+    def forward(self, value):
+        """Return it."""
+        return value["sum"]
+
+
+class Wrap(nn.Module):
+    """Names the output."""
+
+    def forward(self, value):
+        """Return it in a dict."""
+        return {"sum": value}
+
+
+def test_autocast_to_float16_is_refused_where_it_is_switched_on():
+    """Its gradients would underflow; a context that is switched off says nothing."""
+    pipe = make_pipe(None)
+    x, y = batch(8)
+    with torch.autocast("cpu", torch.float16, enabled=False):
+        pipe(x, y)
+    with (
+        torch.autocast("cpu", torch.float16),
+        pytest.raises(SettingError, match="needs a scaled loss"),
+    ):
+        pipe(x, y)

@@ -408,3 +408,25 @@ def test_autocast_of_the_caller_holds_in_all_threads(mode, threads):
         pytest.raises(SettingError, match=r"torch\.bfloat16"),
     ):
         pipe(x, y)
+
+
+@pytest.mark.parametrize("threads", [False, True])
+def test_sequences_may_be_cut_into_slices(threads):
+    """Under the schedule of TeraPipe; the layers process each token for itself."""
+    plain = make_layers()
+    schedule = ps.schedule("terapipe", 4, 2, slices=3)
+    pipe = make_pipe(threads, schedule=schedule, chunks=2)
+    source = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(4, 9, 6, generator=source, dtype=torch.float64) for _ in range(2))
+    expected, loss = functional.mse_loss(plain(x), y), pipe(x, y)
+    torch.testing.assert_close(loss, expected)
+    expected.backward()
+    loss.backward()
+    torch.testing.assert_close(grads_of(pipe), grads_of(plain))
+
+
+def test_a_batch_without_samples_is_refused():
+    """There is nothing to divide into micro-batches."""
+    x, y = batch(2)
+    with pytest.raises(SettingError, match="the same number of samples, at least 1"):
+        make_pipe(None)(x[:0], y[:0])
