@@ -140,6 +140,14 @@ def test_ranks_that_no_stage_can_take_are_found_work_at_the_least_loss():
     assert replicated_table(table) == [(2, 3)]
 
 
+def test_the_least_sum_is_on_all_ranks_unless_some_may_stay_idle():
+    """A second rank slows the only layer down: it is used by default, as by `replicated_table`."""
+    table = np.full((2, 2, 3), np.inf)
+    table[0, 1, 1:] = 1.0, 2.0
+    assert replicated_sum(table, 1) == replicated_table(table) == [(1, 2)]
+    assert replicated_sum(table, 1, exactly=False) == [(1, 1)]
+
+
 def test_a_hundred_layers_on_64_ranks_are_no_worse_than_their_bound():
     """Beyond brute force: without any cost of copies, the bottleneck is as good as all on all, and
     no sum is below it.

@@ -164,22 +164,30 @@ def fold(
     least: Numbers,
     bound: float,
     largest: float,
-    following: Numbers,
+    nearest_end: Numbers,
     reached: Numbers,
 ) -> bool:
     """Return whether a V with a layer in every stage keeps the bounds.
 
-    Ranks are placed from outside as in `peel`: `reached` has, for the ranks so far, the pairs
-    (front_end, back_start) of layers between which the other ranks must lie.
+    Ranks are placed from outside, as in `peel`. A pair of layers (front_start, back_end) is reached
+    by a rank if the ranks outside it can hold exactly the layers before front_start and those from
+    back_end on. The rank then takes one stage at either side of the layers that are left:
+
+        reached pair  front_start                          back_end
+                      | front stage | layers left | back stage |
+        next pair              front_end      back_start
+
+    The next pair does not depend on back_end, so that of all pairs with the same front_start only
+    the one with the nearest back_end behind back_start counts: its back stage is the shortest.
 
     Args:
         placed: costs and limits.
         least: shape (layers + 1,): prefix sums of the seconds of a layer on its fastest rank.
         bound: the most seconds of a rank and of a link.
         largest: the most seconds of a stage.
-        following: shape (layers + 1,), integers, scratch space.
-        reached: shape (ranks + 1, layers + 1, layers + 1), output, 0 on entry: 1 where the ranks
-            before can hold all layers up to one and from another on.
+        nearest_end: shape (layers + 1,), integers, scratch space.
+        reached: shape (ranks + 1, layers + 1, layers + 1), output, 0 on entry: 1 for the pairs that
+            each rank reaches; at index `ranks`, for those behind the innermost rank.
     """
     seconds, memory, links, limits = placed
     layers, ranks = seconds.shape[1] - 1, len(limits)
@@ -189,34 +197,37 @@ def fold(
         front, front_bytes = seconds[rank], memory[rank]
         back, back_bytes = seconds[2 * ranks - 1 - rank], memory[2 * ranks - 1 - rank]
         for front_start in range(rank, layers + 1):
-            # `following`: for a back stage that starts at a layer, its end, which is where the back
-            # stages of the outer ranks begin. Of several the nearest leaves this rank the fewest
-            # layers. At last `nearest` is the first of all ends.
-            nearest = -1
-            for back_start in range(layers, -1, -1):
-                following[back_start] = nearest
-                if reached[rank, front_start, back_start]:
-                    nearest = back_start
-            if nearest < 0:
-                continue
-            earliest = 0
+            # nearest_end[layer]: the nearest back_end behind the layer; -1 if there is none.
+            first_end = -1
+            for layer in range(layers, -1, -1):
+                nearest_end[layer] = first_end
+                if reached[rank, front_start, layer]:
+                    first_end = layer
+            if first_end < 0:
+                continue  # no pair with this front_start is reached
+            earliest_start = 0
             for front_end in range(front_start + 1, layers + 1):
                 front_load = front[front_end] - front[front_start]
                 front_bytes_used = front_bytes[front_end] - front_bytes[front_start]
                 if front_load > min(largest, bound) or front_bytes_used > limits[rank]:
-                    break
+                    break  # so it is for all later ends
                 back_limit = min(largest, bound - front_load)
-                while earliest < nearest and back[nearest] - back[earliest] > back_limit:
-                    earliest += 1
+                # Starts from which even the stage up to the first of all ends takes too long. They
+                # stay excluded, because back_limit falls as front_end rises.
+                while (
+                    earliest_start < first_end
+                    and back[first_end] - back[earliest_start] > back_limit
+                ):
+                    earliest_start += 1
                 # The ranks inside need two layers each; the innermost rank leaves none between its
                 # two stages.
-                first_start = max(earliest, front_end + 2 * ranks_inside)
+                first_start = max(earliest_start, front_end + 2 * ranks_inside)
                 last_start = layers - 1 if ranks_inside else front_end
                 for back_start in range(first_start, last_start + 1):
-                    back_end = following[back_start]
+                    back_end = nearest_end[back_start]
                     middle_s = least[back_start] - least[front_end]
                     if back_end < 0 or middle_s > ranks_inside * bound * (1 + 1e-9):
-                        break  # so it is for all later starts, whose middle is longer
+                        break  # so it is for all later starts, which leave a longer middle
                     back_load = back[back_end] - back[back_start]
                     bytes_used = front_bytes_used + back_bytes[back_end] - back_bytes[back_start]
                     link_load = links[front_end] + links[back_start] if ranks_inside else 0.0

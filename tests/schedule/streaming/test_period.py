@@ -166,6 +166,14 @@ def test_hand_written_streams_are_found_to_repeat(head, loop, twice):
     verify(with_batch_count(schedule, 29))
 
 
+def test_two_loops_and_the_end_of_the_stream_are_enough():
+    """The loop is then as long as half of the batches, rounded down: the longest that is tried."""
+    text = "0F0 0B0 0U1 0F1 0B1 0U2 0F2 0B2 0U3"
+    stream = replace(Schedule.parse(text, synchronous=False), stream=Stream(3))
+    assert period_of(stream).batches == 1
+    assert str(with_batch_count(stream, 4)) == f"rank 0 | {text} 0F3 0B3 0U4"
+
+
 def test_what_repeats_only_once_is_not_known_to_repeat():
     """Two equal batches do not prove that a third is equal: the loop must occur at least twice."""
     with pytest.raises(
