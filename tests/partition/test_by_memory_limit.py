@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -61,6 +62,24 @@ def test_where_nothing_fits_the_nearest_cut_and_its_fullest_stage_are_named(make
     message = r"no cut into 2 stages fits: in the nearest one, \[3, 1\], stage 1 needs 3\.0 KiB and has 1\.0 KiB\. Use more stages"
     with pytest.raises(PartitionError, match=message):
         partition(profile, 2, "limited", memory_limit=1024)
+
+
+def test_limits_may_be_an_array(make_profile):
+    """Limits that a program computes are one, often of NumPy's own numbers."""
+    profile = make_profile([1.0] * 4, output_bytes=[8.0, 8, 8, 8], sizes=(1,))
+    options = {"in_flight": [4, 1], "memory_limit": np.array([50, 100])}
+    assert partition(profile, 2, "limited", **options) == [1, 3]
+    with pytest.raises(PartitionError, match="memory_limit has 3 entries, but 2 stages"):
+        partition(profile, 2, "limited", memory_limit=np.ones(3))
+
+
+@pytest.mark.parametrize("by", ["bottleneck", "limited"])
+def test_transfers_overlap_the_computation_unless_they_may_not(make_profile, by):
+    """A link of 8 s between two stages of 8 s is hidden; without overlap each stage takes 16 s."""
+    profile = make_profile([4.0] * 4, output_bytes=[1.0, 8, 1, 1], sizes=(1,))
+    links = {"bandwidth_bytes_per_s": 1.0}
+    assert partition(profile, 2, by, **links) == [2, 2]
+    assert partition(profile, 2, by, overlap=False, **links) != [2, 2]
 
 
 @pytest.mark.parametrize(

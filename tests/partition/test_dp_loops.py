@@ -126,6 +126,18 @@ def keeps_bounds(placed, ends, bound, largest, with_links):
     return True
 
 
+def tight_bounds(rng, placed, ends):
+    """The limits, the bound and the largest stage with which a V just keeps them, or just not."""
+    ranks, edges = len(placed.limits), np.array([0, *ends])
+    stages = np.arange(2 * ranks)
+    loads = placed.seconds[stages, edges[1:]] - placed.seconds[stages, edges[:-1]]
+    sizes = placed.memory[stages, edges[1:]] - placed.memory[stages, edges[:-1]]
+    limits = sizes[:ranks] + sizes[: ranks - 1 : -1] + rng.integers(-1, 4, ranks)
+    crossings = placed.links[edges[1:ranks]] + placed.links[edges[-2:ranks:-1]]
+    busiest = max(*(loads[:ranks] + loads[: ranks - 1 : -1]), *crossings, 0.0)
+    return limits, busiest - rng.integers(0, 2), loads.max() - rng.integers(-1, 2)
+
+
 @settings(max_examples=50)
 @given(SEEDS, st.integers(1, 3), st.integers(0, 2))
 def test_a_v_within_bounds_is_recognised_whether_stages_may_be_empty_or_not(seed, ranks, spare):
@@ -133,7 +145,9 @@ def test_a_v_within_bounds_is_recognised_whether_stages_may_be_empty_or_not(seed
     rng = np.random.default_rng(seed)
     layers, stages = 2 * ranks + spare, 2 * ranks
     placed = random_placed(rng, stages, ranks, layers)
-    bound, largest = (float(rng.integers(2, 13)) for _ in range(2))
+    cut = sorted(rng.choice(np.arange(1, layers), stages - 1, replace=False).tolist())
+    limits, bound, largest = tight_bounds(rng, placed, [*cut, layers])
+    placed = placed._replace(limits=limits)
     loose = combinations_with_replacement(range(layers + 1), stages - 1)
     possible = any(
         keeps_bounds(placed, (*cuts, layers), bound, largest, with_links=False) for cuts in loose
@@ -151,6 +165,17 @@ def test_a_v_within_bounds_is_recognised_whether_stages_may_be_empty_or_not(seed
     assert bool(found) == bool(strict)
     innermost = {ends[ranks - 1] for ends in strict}
     assert set(np.flatnonzero(np.diagonal(reached[-1]))) == innermost
+
+
+def test_a_v_of_equal_stages_keeps_bounds_that_no_other_v_keeps():
+    """Rank 0 must have two layers in front: with one, the layers that are left exceed rank 1."""
+    ones = np.tile(np.arange(9.0), (4, 1))
+    placed = Placed(ones, np.zeros((4, 9)), np.zeros(9), np.zeros(2))
+    for bound, largest, exists in ((4.0, 2.0, True), (4.0, 1.5, False), (3.5, 2.0, False)):
+        work, reached = np.empty((2, 9), np.int64), np.zeros((3, 9, 9), np.uint8)
+        assert bool(peel(placed, bound, largest, work[0], work[1])) == exists
+        assert bool(fold(placed, ones[0], bound, largest, work[0], reached)) == exists
+        assert np.flatnonzero(np.diagonal(reached[-1])).tolist() == [4] * exists
 
 
 @settings(max_examples=40)

@@ -205,6 +205,13 @@ def test_the_first_rank_of_1f1b_takes_fewer_layers_where_activations_bind():
     assert lengths == [1, 2, 2, 3]
 
 
+def test_transfers_overlap_the_computation_unless_they_may_not():
+    """A link of 8 s between two stages of 8 s is hidden; without overlap each stage takes 16 s."""
+    numbers = [4] * 4, [1, 8, 1], NOTHING, NOTHING, [1, 1], [9, 9]
+    assert limited(*numbers) == [2, 2]
+    assert limited(*numbers, overlap=False) != [2, 2]
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -213,6 +220,8 @@ def test_the_first_rank_of_1f1b_takes_fewer_layers_where_activations_bind():
         ({"seconds": 3.0}, r"seconds: has the shape \(\); it must be one number per layer"),
         ({"limits": []}, "cannot make 0 stages from 4 layers"),
         ({"limits": [1, float("nan")]}, "limits: .* must be one number of bytes for each stage"),
+        ({"limits": ["1 GiB", 9]}, "limits: .* must be one number of bytes for each stage"),
+        ({"limits": [[9, 9]]}, "limits: .* must be one number of bytes for each stage"),
         (
             {"seconds": [[1] * 4] * 3, "limits": [9, 9]},
             r"seconds: has the shape \(3, 4\); it must be \(4,\) or \(2, 4\)",

@@ -264,6 +264,28 @@ def test_a_search_under_limits_finds_most_cuts_that_fit():
     assert solved >= 0.8 * possible
 
 
+def test_a_search_under_unlike_limits_finds_most_cuts_that_fit():
+    """A rank with less memory than the others must get less from the first step on."""
+    solved = 0
+    for seed in range(12):
+        rng = np.random.default_rng(seed)
+        layer_bytes, seconds = rng.integers(1, 9, 14), rng.integers(1, 9, 14)
+        starts = [0, *np.sort(rng.choice(np.arange(1, 14), 5, replace=False)).tolist()]
+        rank_bytes = np.add.reduceat(layer_bytes, starts).reshape(2, 3).sum(axis=0)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(looped_with_bound.__globals__, "FEW_CUTS", 0)
+            options = {"fixed_bytes": layer_bytes, "limits": rank_bytes + 1}
+            solved += looped(seconds, 3, 2, **options) is not None
+    assert solved >= 10
+
+
+def test_a_search_gives_the_same_cut_for_the_same_costs():
+    """Its random restarts too: a plan must not change from run to run."""
+    for seed in (1, 4):
+        costs = np.random.default_rng(seed).random(24)
+        assert looped(costs, 3, 3) == looped(costs, 3, 3) == looped(costs, 3, 3)
+
+
 def test_the_average_rank_bounds_a_search_where_few_layers_must_meet():
     """Two ranks share 9 s, and of the three dearest layers one rank has two, of 4 s at least."""
     with pytest.MonkeyPatch.context() as patch:

@@ -105,6 +105,7 @@ def test_sums_that_differ_by_their_rounding_only_do_not_exclude_the_evener_cut()
     [
         ({"transfer": [1, 2]}, "transfer: has 2 entries, but 1 are needed"),
         ({"limits": [1]}, "limits: .* for each of 2 ranks"),
+        ({"limits": [1, "1 GiB"]}, "limits: .* for each of 2 ranks"),
         ({"slack": -0.5}, "slack is -0.5"),
         ({"in_flight": [1]}, "in_flight: has 1 entries, but 2 are needed"),
         ({"saved_bytes": [[1, 2]] * 3}, "saved_bytes: has the shape"),

@@ -14,7 +14,16 @@ from tests.simulate.test_everything import Prices, cases, rich_costs
 from penstock import compiled
 from penstock.schedule.catalogue import schedule
 from penstock.schedule.dependencies import dependencies_of
-from penstock.schedule.kernels import Durations, RankSpans, Times, order_ops, time_ops, time_vectors
+from penstock.schedule.kernels import (
+    Durations,
+    Media,
+    RankSpans,
+    Times,
+    order_ops,
+    time_ops,
+    time_ops_contended,
+    time_vectors,
+)
 from penstock.schedule.op import Schedule
 from penstock.schedule.recompute import Recompute
 from penstock.simulate.costs import LINKS
@@ -110,6 +119,28 @@ def check_spans(case_schedule, rng, overlap):
         assert spans.makespan[vector] == times.end.max()
         assert spans.first[has_ops, vector].tolist() == times.start[begins].tolist()
         assert spans.last[has_ops, vector].tolist() == times.end[ends].tolist()
+
+
+@pytest.mark.parametrize("second", [-1, 1])
+@pytest.mark.parametrize(
+    ("delay", "sent"), [(0.0, [1, 4, 7]), (1.0, [1, 3, 5]), (9.0, [1, 2, 3]), (2.5, [1, 2, 3])]
+)
+def test_a_medium_is_free_for_the_next_message_while_one_is_on_its_way(delay, sent, second):
+    """Messages of 3 s from rank 0, of which the last `delay` seconds occupy no medium."""
+    dependencies = dependencies_of(schedule("gpipe", 2, 3).forward_only())
+    first = np.where(dependencies.graph.link >= 0, 0, -1)
+    seconds = np.full(first.shape, second)
+    media = Media(first, seconds, np.full(first.shape, delay), np.zeros(2))
+    entries = np.zeros(first.shape, np.int64)
+    durations = Durations(entries, entries + 1, np.array([1.0, 3.0]), overlap=True)
+    times = Times(*(np.zeros(first.shape) for _ in range(4)))
+    pending, ready = dependencies.pending.copy(), np.zeros(first.shape)
+    time_ops_contended(dependencies.graph, durations, media, pending, ready, times)
+    assert times.sent[:3].tolist() == sent
+    assert times.arrived[:3].tolist() == [moment + 3 for moment in sent]
+    assert times.start[3:].tolist() == [moment + 3 for moment in sent]
+    free = max(sent[-1], sent[-1] + 3 - delay)
+    assert media.free.tolist() == ([free, free] if second == 1 else [free, 0.0])
 
 
 def in_order(case_schedule):

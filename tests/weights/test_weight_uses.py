@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from tests.weights import slow
@@ -41,8 +43,22 @@ def test_uses_for_ever_are_those_of_a_long_program(name, stages, micro_batches, 
     """
     family_schedule = schedule(name, stages, micro_batches, **options)
     rule = rule_of(family_schedule) if weights is None else weight_rule(weights)
-    weight_uses = uses(family_schedule, rule)
-    long = with_batch_count(family_schedule, family_schedule.batches + 5)
+    check_uses(family_schedule, rule)
+
+
+def test_a_period_contains_whole_loops_and_whole_turns_of_the_copies():
+    """Loops of two batches and three copies of the weights: both begin again after six batches."""
+    loops = [f"0F{n} 0F{n + 1} 0B{n} 0U{n + 1} 0B{n + 1} 0U{n + 2}" for n in range(0, 12, 2)]
+    stream = Stream(12, pipelines=3)
+    plain = Schedule.parse(" ".join(loops), synchronous=False)
+    check_uses(replace(plain, stream=stream), weight_rule("stash"))
+
+
+def check_uses(stream, rule):
+    """Compare the uses of a stream with the reads of a longer program."""
+    micro_batches = stream.micro_batches
+    weight_uses = uses(stream, rule)
+    long = with_batch_count(stream, stream.batches + 5)
     places = slow.places(long)
     for (stage, number), place in places.items():
         use = weight_uses.at(stage, number)

@@ -17,6 +17,7 @@ from penstock.partition.validation import (
     Floats,
     Ints,
     check_costs,
+    floats_of,
     numbers_of,
     rows_of,
     sums_of,
@@ -330,7 +331,7 @@ def _memory(
 
 def _limits(limits: Sequence[float]) -> Floats:
     """Return the limits as an array after checking that they are numbers."""
-    numbers = np.asarray(limits, dtype=np.float64)
-    if numbers.ndim != 1 or np.isnan(numbers).any():
+    numbers = floats_of(limits)
+    if numbers is None or numbers.ndim != 1 or np.isnan(numbers).any():
         raise PartitionError(f"limits: {limits!r} must be one number of bytes for each stage")
     return numbers

@@ -158,6 +158,14 @@ def in_flight_of(in_flight: Sequence[float] | None, stages: int) -> Floats:
     return np.ones(stages) if in_flight is None else check_costs(in_flight, "in_flight", stages)
 
 
+def floats_of(values: Any) -> Floats | None:
+    """Return the values as an array of floats; None if they are not numbers."""
+    try:
+        return np.asarray(values, dtype=np.float64)
+    except (TypeError, ValueError, OverflowError):
+        return None
+
+
 def limits_of(limits: Sequence[float] | None, what: str, count: int, holders: str) -> Floats:
     """Return limits of memory in bytes, by default infinite.
 
@@ -168,12 +176,12 @@ def limits_of(limits: Sequence[float] | None, what: str, count: int, holders: st
         holders: what has a limit each, in the plural.
 
     Raises:
-        PartitionError: they have another shape, or one is NaN.
+        PartitionError: they are not numbers, have another shape, or one is NaN.
     """
     if limits is None:
         return np.full(count, np.inf)
-    allowed = np.asarray(limits, dtype=np.float64)
-    if allowed.shape != (count,) or np.isnan(allowed).any():
+    allowed = floats_of(limits)
+    if allowed is None or allowed.shape != (count,) or np.isnan(allowed).any():
         raise PartitionError(
             f"{what}: {limits!r} must be one number of bytes for each of {count} {holders}"
         )
