@@ -27,6 +27,7 @@ def reach(far: Numbers, free: Numbers, counts: Numbers, reached: Numbers) -> int
         A state with as many ranks as there are stages that covers all layers; -1 if there is none.
     """
     kinds, stages, size = far.shape
+    # Ranks of each kind in the state, and in total.
     used = counts * 0
     total = 0
     reached[0, 0] = 1
@@ -45,17 +46,17 @@ def reach(far: Numbers, free: Numbers, counts: Numbers, reached: Numbers) -> int
         # the state without that rank ends. Every later stage needs a layer.
         latest_end = size - 1 - (stages - total)
         stride = 1
-        for last in range(kinds - 1, -1, -1):
-            if used[last] > 0:
+        for last_kind in range(kinds - 1, -1, -1):
+            if used[last_kind] > 0:
                 # Ends up to here are marked already, from earlier starts.
                 marked = 0
                 for start in range(total - 1, latest_end):
                     if reached[state - stride, start]:
-                        end = min(far[last, total - 1, start], latest_end)
+                        end = min(far[last_kind, total - 1, start], latest_end)
                         for layer in range(max(marked, start) + 1, end + 1):
                             reached[state, layer] |= free[layer]
                         marked = max(marked, end)
-            stride *= counts[last] + 1
+            stride *= counts[last_kind] + 1
         if total == stages and reached[state, size - 1]:
             return state
     return -1
@@ -73,6 +74,7 @@ def reach_furthest(far: Numbers, counts: Numbers, furthest: Numbers) -> int:
         As `reach`.
     """
     kinds, stages, size = far.shape
+    # Ranks of each kind in the state, and in total.
     used = counts * 0
     total = 0
     furthest[0] = 0
@@ -89,12 +91,12 @@ def reach_furthest(far: Numbers, counts: Numbers, furthest: Numbers) -> int:
             continue
         # As in `reach`: the last stage starts where the state without its rank ends.
         stride = 1
-        for last in range(kinds - 1, -1, -1):
-            if used[last] > 0:
+        for last_kind in range(kinds - 1, -1, -1):
+            if used[last_kind] > 0:
                 start = furthest[state - stride]
                 if start >= 0:
-                    furthest[state] = max(furthest[state], far[last, total - 1, start])
-            stride *= counts[last] + 1
+                    furthest[state] = max(furthest[state], far[last_kind, total - 1, start])
+            stride *= counts[last_kind] + 1
         if total == stages and furthest[state] == size - 1:
             return state
     return -1

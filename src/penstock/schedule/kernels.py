@@ -129,7 +129,7 @@ def order_ops(graph: OpGraph, pending: Numbers, order: Numbers) -> int:
     while head < count:
         op = order[head]
         head += 1
-        # Take the op off what waits for it; a group that waits for nothing any more comes next.
+        # What waits for the op waits for one op less; a group that waits for nothing comes next.
         for edge, target in enumerate((after[op], first_consumer[op], second_consumer[op])):
             waiting = target
             while waiting >= 0:

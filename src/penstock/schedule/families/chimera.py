@@ -128,7 +128,12 @@ def _doubling(stages: int, micro_batches: int, direction: int) -> Iterator[tuple
     """
     half = stages // 2
     for unit, first in enumerate(range(0, micro_batches, 2 * stages)):
-        for j in range(stages):
-            micro_batch = first + stages * (j // half) + half * direction + j % half
-            unit_slot = 3 * stages * unit
-            yield micro_batch, unit_slot + 2 * (j // 2), unit_slot + 2 * stages - 1 + 2 * j
+        # On a rank, the 2p forwards of a unit take p slots, and its 2p backwards 2p slots.
+        unit_slot = 3 * stages * unit
+        for k in range(stages):
+            # Half of the first p micro-batches of the unit, then half of the other p.
+            block, place = divmod(k, half)
+            micro_batch = first + stages * block + half * direction + place
+            # Every other slot: those between are for the forwards of the other direction.
+            forward = unit_slot + 2 * (k // 2)
+            yield micro_batch, forward, unit_slot + 2 * stages - 1 + 2 * k
