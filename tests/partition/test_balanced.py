@@ -71,7 +71,7 @@ def test_the_last_cut_is_the_best_for_the_cut_before_it(data):
 
 
 def test_the_answer_need_not_be_the_least_difference():
-    """The heuristic is kept as published, faults and all; this is one of them."""
+    """The heuristic is kept as published; this is one of its known weaknesses."""
     weights, stages = [1, 4, 2, 2, 4, 1], 5
     sums = stage_sums(weights, partition_balanced(weights, stages))
     best = min(

@@ -177,7 +177,7 @@ def test_one_layer_dearer_than_all_others_is_no_trouble(overlap):
 
 @both_ways
 def test_with_a_thousand_layers_transfers_are_within_sight_of_the_bound(overlap):
-    """Transfers that dwarf the layers, but for every tenth: the cuts must find the cheap ones."""
+    """Transfers dearer than all layers, except every tenth: the cuts must be at the cheap ones."""
     transfer = [0 if layer % 10 == 9 else 1000 for layer in range(999)]
     lengths = minimax([1] * 1000, 20, transfer, overlap)
     assert lengths == [50] * 20

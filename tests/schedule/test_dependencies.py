@@ -101,7 +101,7 @@ def test_executors_wait_for_no_more_than_pairs_do(schedule):
     ],
 )
 def test_an_op_whose_predecessor_nobody_runs_is_refused(text, message):
-    """It once started at second 0 as if it needed nothing, and the makespan looked splendid."""
+    """Else it would start at second 0 as if it needed nothing, and the makespan would be too short."""
     with pytest.raises(ScheduleError, match=message):
         dependencies_of(Schedule.parse(text))
 
@@ -132,7 +132,7 @@ def test_copies_of_two_stages_that_update_in_opposite_orders_wait_for_each_other
 @given(custom_streams())
 @settings(deadline=None, max_examples=60)
 def test_streams_finish(schedule):
-    """Every U a meeting of its own, or none, or a wait for an earlier one: none of it may hang what
+    """Whether a U waits for all copies, for none, or for an earlier U: none of it may hang what
     is sound.
     """
     assert acyclic_dependencies_of(schedule).blocked.tolist() == []
@@ -214,7 +214,7 @@ def test_a_deadlock_names_the_op_of_each_rank_and_counts_further_ranks():
     [("0F0 0B0\n1F1", "0F0"), ("0F0\n1F0 1B0", "1B0"), ("0F0\n1F0 1B0\n0B0", "1B0")],
 )
 def test_a_value_goes_to_the_rank_of_the_forward_of_its_stage(text, producer):
-    """A taker elsewhere has no activations there, and the link would lead to nobody."""
+    """A consumer on another rank has no activations there."""
     with pytest.raises(ScheduleError, match=f"no op takes the output of {producer} for stage"):
         dependencies_of(Schedule.parse(text))
 

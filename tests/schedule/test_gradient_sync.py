@@ -13,8 +13,8 @@ from penstock.schedule.unit_times import unit_times
 from penstock.verify.verify import verify
 
 
-def met(*rows):
-    """The programs with their updates, in words."""
+def synchronised(*rows):
+    """The programs with their updates, as texts."""
     return [
         " ".join(map(str, row))
         for row in with_gradient_sync([[Op.parse(word) for word in row.split()] for row in rows])
@@ -23,7 +23,7 @@ def met(*rows):
 
 @given(custom_schedules(synchronous=True))
 @settings(deadline=None, max_examples=150)
-def test_any_sound_programs_stay_sound_with_their_meetings(schedule):
+def test_any_sound_programs_stay_sound_with_their_updates(schedule):
     """For any copies there is no deadlock, and only updates are added."""
     bare = tuple(
         tuple(op for op in program if op.kind is not Kind.U) for program in schedule.programs
@@ -36,27 +36,27 @@ def test_any_sound_programs_stay_sound_with_their_meetings(schedule):
     )
 
 
-def test_copies_meet_in_a_gap_of_both_ranks():
-    """Both wait for stage 1: time for the meeting of stage 2, whose gradients are all there."""
-    assert met("0F0 2F1 2B1 0B0", "2F0 0F1 2B0 0B1", "1F0 1F1 1B1 1B0")[:2] == [
+def test_copies_synchronise_in_a_gap_of_both_ranks():
+    """Both wait for stage 1; meanwhile stage 2, whose gradients are complete, can synchronise."""
+    assert synchronised("0F0 2F1 2B1 0B0", "2F0 0F1 2B0 0B1", "1F0 1F1 1B1 1B0")[:2] == [
         "0F0 2F1 2B1 2U1 0B0 0U1",
         "2F0 0F1 2B0 2U1 0B1 0U1",
     ]
 
 
 def test_a_stage_without_a_copy_has_its_update_too():
-    """An ordinary U, alone at its meeting."""
-    assert met("0F0 1F0 1B0 0B0") == ["0F0 1F0 1B0 0B0 1U1 0U1"]
+    """An ordinary U, which waits for no other rank."""
+    assert synchronised("0F0 1F0 1B0 0B0") == ["0F0 1F0 1B0 0B0 1U1 0U1"]
 
 
-def test_a_rank_without_ops_meets_nobody():
+def test_a_rank_without_ops_has_no_update():
     """A prefix of a batch may leave one without work."""
     programs = with_gradient_sync([[Op.parse("0F0"), Op.parse("0B0")], []])
     assert programs == Schedule.parse("0F0 0B0 0U1\nrank 1 |").programs
 
 
-def test_no_meeting_parts_a_pair():
-    """Both begin at one moment, before which or after which the meeting is."""
+def test_no_update_separates_the_ops_of_a_pair():
+    """Both begin at the same moment; the update is before or after both."""
     ops = [Op.parse(word) for word in ["0F0", "0F1", "0B0", "0B1"]]
     pairs = frozenset({(ops[1], ops[2])})
     schedule = Schedule(with_gradient_sync([ops], pairs), pairs=pairs)

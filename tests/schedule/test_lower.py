@@ -38,7 +38,7 @@ SCHEDULES = st.one_of(
 
 
 def crossings(schedule):
-    """Every value that changes ranks, from the words of the design: {(kind, stage, micro-batch):
+    """Every value that changes ranks, from the placement alone: {(kind, stage, micro-batch):
     (from, to)}.
     """
     home = {
@@ -103,7 +103,7 @@ def test_lowering_leaves_the_ops_as_they_are(schedule, ahead):
 @given(SCHEDULES)
 @settings(deadline=None, max_examples=60)
 def test_a_send_stands_right_after_the_op_that_makes_the_value(schedule):
-    """Every op in between would be time in which the next stage stands still."""
+    """The next stage would wait for every op in between."""
     for program in lower(schedule).programs:
         for before, action in pairwise((None, *program)):
             if isinstance(action, Transfer) and action.direction is Direction.SEND:
@@ -175,8 +175,8 @@ def test_messages_say_who_makes_and_who_takes():
     [("0F0 0B0\n1F1", "0F0"), ("0F0\n1F0 1B0", "1B0"), ("0F0\n1F0 1B0\n0B0", "1B0")],
 )
 def test_a_value_that_nobody_takes_is_refused_by_name(text, maker):
-    """Sent into the void it would block the link for all that follow; also when the taker is away
-    from its activations.
+    """It would block the link for all later messages; also where the consumer is not on the rank
+    of its activations.
     """
     with pytest.raises(ScheduleError, match=rf"no op takes the output of {maker} for stage"):
         lower(Schedule.parse(text))

@@ -20,7 +20,7 @@ def test_a_policy_equals_its_name_in_comparisons_tables_and_files(policy):
 
 
 def test_a_name_is_parsed_where_it_enters():
-    """Behind the door nobody has to know the names."""
+    """All code behind the public functions receives policies, not names."""
     assert Proposal((1,), "gpipe", 1, recompute="always").recompute is Recompute.ALWAYS
     assert Recompute.parse_or_auto("auto") == "auto"
     with pytest.raises(SettingError, match=r"recompute is one of never, .*, not 'auto'"):

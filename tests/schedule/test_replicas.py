@@ -95,7 +95,7 @@ def test_any_sound_schedule_stays_sound_several_times(schedule, replicas, data):
 
 
 def test_slices_pairs_and_evictions_are_renumbered():
-    """All that a schedule can say stays with its micro-batch."""
+    """Every kind of op keeps its micro-batch."""
     sliced = schedule("autopipe", 2, 5, sliced=2, replicas=2)
     assert sliced.slicing.shares == ((0.5, 0.5),) * 4 + ((1.0,),)
     assert str(sliced).splitlines() == [
@@ -120,7 +120,7 @@ def test_slices_pairs_and_evictions_are_renumbered():
 
 
 def test_in_one_stage_it_is_plain_data_parallelism():
-    """No pipeline at all: everybody has the model."""
+    """There is no pipeline: every rank has the whole model."""
     gpipe = schedule("gpipe", 1, 4, replicas=4)
     assert [" ".join(map(str, program)) for program in gpipe.programs] == [
         f"0F{m} 0B{m} 0U1" for m in range(4)
@@ -197,7 +197,7 @@ def test_the_start_up_is_cut_where_a_stage_gets_no_more():
 
 
 def test_a_warm_up_that_is_given_counts_for_a_stages_ranks_together():
-    """The two may be said together."""
+    """Both options may be given together."""
     one_f_one_b = schedule("1f1b", 2, 6, replicas=(2, 1), warm_up=(2, 1))
     assert str(one_f_one_b).splitlines()[0] == "rank 0 | 0F0 0B0 0F2 0B2 0F4 0B4 0U1"
 
@@ -243,7 +243,7 @@ def test_replicas_that_cannot_be_are_refused(replicas, message):
     ],
 )
 def test_uneven_replicas_of_other_forms_are_refused(name, stages, message):
-    """Micro-batches in turn would tear pairs apart, or a rank's stages."""
+    """Taking micro-batches in turn would separate the ops of a pair, or the stages of a rank."""
     with pytest.raises(ScheduleError, match=message):
         schedule(name, stages, 8, replicas=[2, 1, 1, 1])
 

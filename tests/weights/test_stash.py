@@ -53,7 +53,7 @@ def test_from_p_minus_1_micro_batches_on_nothing_is_more_than_one_update_late(st
 
 
 def test_replicas_of_a_stage_keep_what_their_own_part_of_the_batches_needs():
-    """Two ranks take turns with micro-batches, and meet at every U; as many versions as updates
+    """Two ranks take micro-batches in turn, and synchronise at every U; as many versions as updates
     pass one of them.
     """
     report = verify(schedule("pipedream", 3, 2, replicas=[2, 1, 1]))

@@ -43,7 +43,7 @@ def test_the_bubble_nears_the_published_ratio():
 
 
 def test_with_one_micro_batch_nothing_goes_up():
-    """No copies, no meeting: naive."""
+    """There are no copies that synchronise: it is `naive`."""
     assert schedule("gems", 4, 1).programs == schedule("naive", 4, 1).programs
 
 

@@ -41,7 +41,7 @@ def made_with(name, stages, size, **options):
 
 @pytest.mark.parametrize(("name", "options"), STREAMS + OPTIONS)
 def test_any_number_of_batches_is_made_of_as_many_as_there_are_if_nothing_is_said(name, options):
-    """What a run plays and what was checked are one schedule, whatever the length of an epoch."""
+    """The programs of a run are those that were checked, for any length of an epoch."""
     tried = 0
     for stages in range(1, 5 if options else 9):
         for size in range(1, 5 if options else 9):
@@ -204,7 +204,7 @@ def test_one_op_out_of_turn_is_found_wherever_it_stands(place):
 
 @pytest.mark.parametrize("text", ["", "rank 0 |\nrank 1 |", "0B0 0U1", "0U1 0U2 0U3 0U4"])
 def test_programs_without_forwards_do_not_repeat(text):
-    """Nothing to go on with; said in the same words as ever."""
+    """There is no loop to continue; the message is the usual one."""
     with pytest.raises(ScheduleError, match="custom does not repeat itself"):
         period_of(replace(Schedule.parse(text), stream=Stream(4)))
 

@@ -25,8 +25,8 @@ from penstock.verify.lowered import verify_lowered
 from penstock.verify.verify import verify
 
 
-def sayable(name):
-    """The schedules of this name that torch's actions can say, in some sizes."""
+def expressible(name):
+    """The schedules of this name that torch's actions can express, in some sizes."""
     candidates = []
     for stages, micro_batches in product((1, 2, 4, 6, 8), (1, 4, 8)):
         try:
@@ -67,7 +67,7 @@ def test_any_two_ranks_have_their_messages_in_one_order_and_need_no_buffer(name)
     """NCCL queues a pair of ranks' sends and receives together, and a send may wait for its
     receive: other orders stand still.
     """
-    for candidate in sayable(name):
+    for candidate in expressible(name):
         check(candidate)
 
 
@@ -164,7 +164,7 @@ def test_receives_in_another_order_than_was_sent_are_refused_on_reading(tmp_path
 
 
 def test_a_transfer_for_a_stage_that_nobody_holds_is_refused():
-    """Whatever a file says, reading it ends in words of ours."""
+    """Reading any file ends in a result or in one of our errors."""
     with pytest.raises(
         ScheduleError, match="5SEND_F0 on rank 0 sends what no op makes or no op takes"
     ):

@@ -52,7 +52,7 @@ def test_any_schedule_that_torch_can_say_comes_back_sound_from_csv(schedule):
 @given(custom_schedules(synchronous=True))
 @settings(deadline=None, max_examples=40)
 def test_torch_reads_our_cells_as_we_mean_them(schedule):
-    """The CSV is for torch; the words are its own, so its own parser is the judge."""
+    """The CSV is for torch, so torch's own parser decides."""
     from torch.distributed.pipelining.schedules import (
         _Action,
     )  # here: planning's other tests need no torch
@@ -113,7 +113,7 @@ def test_the_peer_of_a_transfer_is_the_rank_that_computes_its_stage_or_none():
 
 
 def test_idle_slots_and_spaces_are_skipped():
-    """torch writes an empty cell for a slot in which a rank stands still."""
+    """torch writes an empty cell for a slot in which a rank is idle."""
     schedule = from_csv("0F0, ,0F1,,0B0,0B1\r\n,1F0,1B0,1F1,1B1,\r\n\r\n")
     assert str(schedule) == "rank 0 | 0F0 0F1 0B0 0B1 0U1\nrank 1 | 1F0 1B0 1F1 1B1 1U1"
 
