@@ -59,5 +59,8 @@ def test_two_stages_need_two_layers_and_a_limit_below_what_any_cut_needs_has_no_
         folded([1] * 3, 2)
     assert folded([1] * 4, 2) == [1, 1, 1, 1]
     assert folded([0.0] * 5, 2) is not None
+    # Without links a bound of 0 would do; the search must go on from there.
+    assert folded([0.0] * 4, 2, transfer=[1.0, 1.0, 1.0]) == [1, 1, 1, 1]
+    assert folded([0.0] * 5, 2, transfer=[9.0, 1.0, 1.0, 2.0]) == [2, 1, 1, 1]
     assert folded([1, 1], 1, fixed_bytes=[3, 4], limits=[7]) == [1, 1]
     assert folded([1, 1], 1, fixed_bytes=[3, 4], limits=[6]) is None

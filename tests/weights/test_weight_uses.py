@@ -267,6 +267,20 @@ def test_a_synchronous_schedule_goes_on_with_one_version_per_batch():
     assert readings(schedule("chimera", 4, 4), weight_rule("flush")).versions == (1, 1, 1, 1)
 
 
+def test_slices_of_micro_batches_are_counted_as_the_ops_count_them():
+    """A batch of two micro-batches of three slices each has the numbers 0 to 5."""
+    weight_uses = uses(schedule("terapipe", 2, 2, slices=3), weight_rule("flush"))
+    reads = [weight_uses.at(1, number).reads.forward for number in (0, 5, 6, 11, 12)]
+    assert reads == [0, 0, 1, 1, 2]
+    assert [weight_uses.at(1, number).batch for number in (5, 6)] == [0, 1]
+    # Backwards of the last slices come first.
+    assert [weight_uses.at(1, number).last for number in range(6)] == [False] * 3 + [
+        True,
+        False,
+        False,
+    ]
+
+
 def test_programs_without_a_stream_come_again_from_drain_to_drain():
     """A user's text of several updates says nothing of what follows it but itself."""
     schedule = Schedule.parse("0F0 0F1 0B0 0U1 0B1 0U2", synchronous=False)
