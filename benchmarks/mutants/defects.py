@@ -1581,8 +1581,8 @@ DEFECTS = [
     Defect(
         "validation: a limit that is not a number passes",
         "partition/validation.py",
-        "if allowed.shape != (count,) or np.isnan(allowed).any():",
-        "if allowed.shape != (count,):",
+        "if allowed is None or allowed.shape != (count,) or np.isnan(allowed).any():",
+        "if allowed is None or allowed.shape != (count,):",
         ("tests/partition/test_validation.py",),
     ),
     Defect(
