@@ -6,7 +6,13 @@ import pytest
 import torch
 from torch.nn import functional
 
-from penstock.losses.graph import Nonlinearity, is_per_row, nonlinear_in_batch, nonlinearities
+from penstock.losses.graph import (
+    Nonlinearity,
+    divides_smoothing_by_zero,
+    is_per_row,
+    nonlinear_in_batch,
+    nonlinearities,
+)
 
 
 def found(loss, *outputs):
@@ -160,3 +166,29 @@ def test_rows_that_are_mixed_or_weighted_or_computed_are_not_taken_for_rows(name
     """The numeric test then decides."""
     node, target = likelihood(MIXED[name])
     assert not is_per_row(node, target)
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (2, 3, 4), (2, 3, 2, 2)])
+def test_smoothing_is_divided_by_zero_where_no_class_that_occurs_has_a_weight(shape):
+    """For rows, sequences and images; not of ignored targets, nor without smoothing, weights or
+    the division.
+    """
+    x, weight = torch.randn(shape, requires_grad=True), torch.tensor([0.0, 1.0, 2.0])
+    zeros = torch.zeros((2, *shape[2:]), dtype=torch.int64)
+
+    def divides(target, weight=weight, smoothing=0.1, **options):
+        loss = functional.cross_entropy(
+            x, target, weight, ignore_index=2, label_smoothing=smoothing, **options
+        )
+        return divides_smoothing_by_zero(loss.mean())
+
+    partly_ignored = zeros.clone()
+    partly_ignored[0] = 2
+    assert divides(zeros)
+    assert divides(partly_ignored)
+    assert not divides(zeros + 1)
+    assert not divides(zeros + 2)
+    assert not divides(zeros, smoothing=0.0)
+    assert not divides(zeros, weight=None)
+    assert not divides(zeros, reduction="sum")
+    assert not divides_smoothing_by_zero(torch.zeros(()))

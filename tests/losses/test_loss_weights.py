@@ -120,6 +120,62 @@ def test_a_single_micro_batch_has_its_share_and_the_callers_numbers_come_first()
     assert numbers == batch.shares == [0.6, 0.4]
 
 
+#: The class 0 has no weight.
+UNWEIGHTED = torch.tensor([0.0, 1.0, 2.0])
+
+
+def smoothed(output, target, **options):
+    """Cross-entropy with label smoothing and class weights."""
+    return functional.cross_entropy(output, target, UNWEIGHTED, label_smoothing=0.1, **options)
+
+
+def smoothed_by_hand(output, target):
+    """The same from its two terms, behind a square root of the square."""
+    scores, weights = output.log_softmax(1), UNWEIGHTED[target]
+    smoothing = -(scores * UNWEIGHTED).sum(1).sum() / weights.sum() / 3
+    value = 0.9 * functional.nll_loss(scores, target, UNWEIGHTED) + 0.1 * smoothing
+    return value.square().sqrt()
+
+
+@pytest.mark.parametrize("loss", [smoothed, smoothed_by_hand])
+@pytest.mark.parametrize("number", [0, 1])
+def test_label_smoothing_without_any_class_weight_is_refused(loss, number):
+    """Its part of the loss of the batch is not 0, also where `loss_weight` gives the weights."""
+    x, y = torch.randn(6, 3), torch.tensor([1, 2, 0, 0, 2, 1])
+    for loss_weight in (None, lambda target: UNWEIGHTED[target].sum()):
+        if loss is smoothed_by_hand and loss_weight is None:
+            continue  # a root is refused for itself
+        with pytest.raises(SettingError, match="targets of micro-batch 1 have a class weight of 0"):
+            weights_of(loss, x, y, number=number, loss_weight=loss_weight)
+
+
+@pytest.mark.parametrize(
+    ("loss", "target"),
+    [
+        (smoothed, [1, 2, -100, -100, 2, 1]),
+        (smoothed, [0, 0, 0, 0, 0, 0]),
+        (smoothed, [1, 0, 0, 2, 0, 2]),
+        (lambda o, y: functional.cross_entropy(o, y, UNWEIGHTED), [1, 2, 0, 0, 2, 1]),
+        (lambda o, y: (smoothed(o, y, reduction="sum"), UNWEIGHTED[y].sum()), [1, 2, 0, 0, 2, 1]),
+    ],
+    ids=["ignored", "no weight in the batch", "some weight", "not smoothed", "sum and count"],
+)
+def test_label_smoothing_is_accepted_where_its_part_is_known(loss, target):
+    """The weighted losses of micro-batches then add up to the loss of the batch, as far as it is a
+    number.
+    """
+    x = torch.randn(6, 3, generator=torch.Generator().manual_seed(0))
+    y = torch.tensor(target)
+    numbers, batch = weights_of(loss, x, y)
+    values = [loss(*part) for part in zip(batch.inputs, batch.targets, strict=True)]
+    values = [value[0] if isinstance(value, tuple) else value for value in values]
+    pairs = zip(values, numbers, strict=True)
+    total = sum(float(value) * weight for value, weight in pairs if weight)
+    whole = loss(x, y)
+    whole = whole[0] / whole[1] if isinstance(whole, tuple) else whole
+    assert total == pytest.approx(float(whole), rel=1e-5, nan_ok=True)
+
+
 def test_tests_are_due_at_powers_of_two_and_always_where_only_they_tell():
     """Up to batch 64; then at powers of two as well."""
     weights = LossWeights(LossCall(functional.mse_loss, CPU))

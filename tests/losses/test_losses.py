@@ -266,6 +266,19 @@ def test_a_loss_that_cannot_be_divided_is_refused_with_its_numbers(name, schedul
         train(pipe, 3)
 
 
+@pytest.mark.parametrize("training", [False, True])
+def test_label_smoothing_without_any_class_weight_is_refused(training):
+    """Plain training divides the smoothing of these samples by the weights of the others."""
+    weight = WEIGHTS.clone()
+    weight[0] = 0.0
+    x, y = batch()
+    y[3:5] = 0
+    loss = functools.partial(cross_entropy, weight=weight, label_smoothing=0.1)
+    pipe = pipeline(model(), loss)
+    with pytest.raises(StageFailed, match="all targets of micro-batch 1 have a class weight of 0"):
+        (pipe.train_batch if training else pipe.eval_batch)(x, y)
+
+
 def test_a_loss_of_torch_that_broadcasts_its_samples_is_refused():
     """Outputs (n, 1) and targets (n,) give n x n differences: of a micro-batch, other ones."""
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))

@@ -10,6 +10,7 @@ from penstock.losses.messages import (
     model_loss,
     nonlinear_in_samples,
     not_additive,
+    smoothing_without_weight,
 )
 from penstock.losses.probe import Reading
 
@@ -47,5 +48,6 @@ def test_other_messages_have_their_subject_and_the_ways_out():
     assert count_differs(0, 1.0, 0.0).startswith(
         "the loss of micro-batch 0 is divided by 0, and 1 "
     )
+    assert "all targets of micro-batch 5 have a class" in smoothing_without_weight(5)
     for message in (text, model_loss("x"), differs):
         assert message.endswith(WAYS_OUT)

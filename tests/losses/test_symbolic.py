@@ -11,6 +11,7 @@ from penstock.losses.symbolic import (
     evaluate,
     outputs_like,
     resized_shape,
+    smooths_without_weight,
     without_stage_hooks,
 )
 from penstock.losses.terms import UnknownForm, terms_of
@@ -81,6 +82,27 @@ def test_a_sum_with_a_count_has_the_count_as_its_divisor():
         assert evaluation.by_values
     with pytest.raises(Unpredictable):
         evaluate(lambda x, y: (x.sum(), (x > 0).sum()), output, target)
+
+
+def test_smoothing_is_divided_by_zero_on_outputs_without_contents():
+    """A loss that fails, returns no number, or takes class weights from the output has no such
+    division.
+    """
+    weight, target = torch.tensor([0.0, 1.0, 1.0, 1.0]), torch.tensor([0, 0, 0])
+    output = outputs_like(torch.ones(3, 4), (3, 0), (3, 0))
+
+    def smoothed(x, y):
+        return functional.cross_entropy(x, y, weight, label_smoothing=0.1)
+
+    def by_output(x, y):
+        weights = x[0].detach() * 0
+        return functional.cross_entropy(x, y, weights, label_smoothing=0.1)
+
+    assert smooths_without_weight(smoothed, output, target)
+    assert not smooths_without_weight(smoothed, output, target + 1)
+    assert not smooths_without_weight(by_output, output, target)
+    assert not smooths_without_weight(lambda x, y: (smoothed(x, y), 3), output, target)
+    assert not smooths_without_weight(lambda x, y: 1 / 0, output, target)
 
 
 def test_what_cannot_be_evaluated_is_an_unknown_form():

@@ -87,6 +87,9 @@ DIVISIBLE = {
     "mean by a constant": lambda model, s, y: likelihood(s, y) * 0.25 / 3,
     "by all elements": lambda model, s, y: summed(s, y) / y.numel(),
     "smoothed": lambda model, s, y: likelihood(s, y, label_smoothing=0.1, weight=model.rates + 1),
+    "smoothed padding": lambda model, s, y: likelihood(
+        s, y, label_smoothing=0.1, weight=torch.tensor([0.5, 1.0, 2.0, 0.5, 4.0])
+    ),
     "means of sequences": lambda model, s, y: (
         likelihood(s, y, reduction="none").view(y.shape).sum(1) / (y != -100).sum(1).clamp(min=1)
     ).mean(),
@@ -247,6 +250,12 @@ REFUSED = {
     "ranks among the samples": (
         lambda model, s, y: (s.sort(0).values * s).mean(),
         "sort over samples",
+    ),
+    "smoothing without weight": (
+        lambda model, s, y: likelihood(
+            s, y * 0 + 1, label_smoothing=0.1, weight=torch.tensor([1.0, 0.0, 1.0, 1.0, 1.0])
+        ),
+        "label smoothing of targets whose class weights are all 0",
     ),
     "a root": (lambda model, s, y: likelihood(s, y).sqrt(), "sqrt"),
     "no reduction": (

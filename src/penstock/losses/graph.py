@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from penstock.losses.terms import signed
+from penstock.losses.terms import MEAN, NLL, class_count, ignored_index, signed
 
 #: Functions that are linear in parts, or nearly so; names of nodes without `Backward0`. Where all
 #: samples stay in one part, no numeric test tells these from linear functions. It does see what
@@ -166,6 +166,51 @@ def is_per_row(likelihood: Any, target: Tensor) -> bool:
         node = node.next_functions[0][0]
     # Only a leaf has a variable: the output of the model, with nothing else in between.
     return hasattr(node, "variable")
+
+
+def divides_smoothing_by_zero(loss: Tensor) -> bool:
+    """Whether a loss has a likelihood whose targets all have a class weight of 0, and a quotient
+    with a divisor of 0.
+
+    `cross_entropy` with class weights and label smoothing is the sum of both. The divisor of both
+    is the total weight of the targets. If that is 0, the likelihood has no sum either. The
+    smoothing has, since it adds up the scores of all classes.
+    """
+    waiting = [loss.grad_fn] if loss.grad_fn is not None else []
+    visited = set(waiting)
+    has_likelihood = has_quotient = False
+    while waiting:
+        node: Any = waiting.pop()
+        has_likelihood = has_likelihood or _has_no_weight(node)
+        has_quotient = has_quotient or _divides_by_zero(node)
+        fresh = {child for child, _ in node.next_functions if child is not None} - visited
+        visited |= fresh
+        waiting += fresh
+    return has_likelihood and has_quotient
+
+
+def _has_no_weight(node: Any) -> bool:
+    """Whether a node is a mean likelihood whose targets all have a class weight of 0.
+
+    Targets that are all ignored have no smoothing either.
+    """
+    if node.name() not in NLL or node._saved_reduction != MEAN:
+        return False
+    target, weight, ignored = node._saved_target, node._saved_weight, ignored_index(node)
+    if weight is None or weight.is_meta or target.is_meta:
+        return False
+    return class_count(target, weight, ignored) == 0.0 < class_count(target, None, ignored)
+
+
+def _divides_by_zero(node: Any) -> bool:
+    """Whether a node is a quotient whose divisor is the number 0."""
+    divisor = getattr(node, "_saved_other", None) if node.name() == "DivBackward0" else None
+    return (
+        isinstance(divisor, Tensor)
+        and not divisor.is_meta
+        and divisor.numel() == 1
+        and not divisor.item()
+    )
 
 
 def _keeps_rows(node: Any) -> bool:

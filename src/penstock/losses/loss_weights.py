@@ -30,7 +30,12 @@ from penstock.losses.additivity import AdditivityTest
 from penstock.losses.call import LossCall
 from penstock.losses.caller_weights import CallerCounts
 from penstock.losses.graph import is_per_row
-from penstock.losses.messages import WAYS_OUT, count_differs, model_loss
+from penstock.losses.messages import (
+    WAYS_OUT,
+    count_differs,
+    model_loss,
+    smoothing_without_weight,
+)
 from penstock.losses.probe import ReturnsCount
 from penstock.losses.shares import (
     common_weights,
@@ -147,13 +152,16 @@ class LossWeights:
         outer = collect_side_losses(None)
         try:
             self._batches += 1
-            if self.loss_weight is not None:
-                return self._by_caller(batch)
-            key = _key_of(batch)
-            knowledge = self._knowledge_by_key.get(key)
             views = View.all(self.call, batch, number, value, self._batches)
-            test = knowledge is None or self._is_due(knowledge, self._batches)
-            return self._by_loss(views, key, test=test)
+            if self.loss_weight is not None:
+                weights = self._by_caller(batch)
+            else:
+                key = _key_of(batch)
+                knowledge = self._knowledge_by_key.get(key)
+                test = knowledge is None or self._is_due(knowledge, self._batches)
+                weights = self._by_loss(views, key, test=test)
+            _check_smoothing(views[0], weights)
+            return weights
         finally:
             collect_side_losses(outer)
 
@@ -403,6 +411,19 @@ def _by_sum_and_count(batch: Batch, counts: Sequence[float]) -> list[float]:
     """Return the weights of a loss that returns (sum, count), by its counts."""
     batch.loss_counts = dict(enumerate(counts))
     return sum_weights(counts)
+
+
+def _check_smoothing(view: View, weights: Sequence[float]) -> None:
+    """Refuse label smoothing in a micro-batch whose targets all have a class weight of 0.
+
+    Such a micro-batch has a weight of 0, but its smoothing counts in the loss of the batch.
+
+    Raises:
+        SettingError: there is such a micro-batch.
+    """
+    for number, weight in enumerate(weights):
+        if weight == 0.0 and view.smooths_without_weight(number):
+            raise SettingError(smoothing_without_weight(number))
 
 
 def _caller_terms(terms: Sequence[Term]) -> list[Term]:

@@ -79,3 +79,15 @@ def count_differs(number: int, expected: float, count: float | None) -> str:
         "what it counts does not depend on the batch's targets alone, or not in proportion to its "
         f"samples, so the micro-batches cannot be weighted before the first backward. {WAYS_OUT}"
     )
+
+
+def smoothing_without_weight(number: int) -> str:
+    """Return the message for label smoothing over targets whose class weights are all 0."""
+    return (
+        f"the loss smooths labels, and all targets of micro-batch {number} have a class weight of "
+        "0: cross_entropy divides the smoothing by the total weight of the targets, so the part of "
+        "this micro-batch in the loss of the batch cannot be computed from its own loss. Ways out: "
+        "the loss may return (sum, count), such as cross_entropy(..., reduction='sum') and "
+        "weight[target].sum(); Pipeline(loss_on='batch') computes it once on the outputs of the "
+        "whole batch; fewer micro-batches or a class weight above 0 avoid the division"
+    )

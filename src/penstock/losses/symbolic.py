@@ -8,7 +8,7 @@ alone, and is therefore a known number at the end, at almost no cost in time and
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from penstock.losses.graph import divides_smoothing_by_zero
 from penstock.losses.terms import Term, UnknownForm, is_float, terms_of
 from penstock.values.structure import map_tensors, tensors_of
 
@@ -51,9 +52,10 @@ class Evaluation:
 class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Computes ops on real tensors, and propagates shapes through ops on meta tensors."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, target: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.device = device
+        tensors = tensors_of(target)
+        self.device = tensors[0].device if tensors else torch.device("cpu")
         self.by_values = False
 
     def __torch_dispatch__(
@@ -205,18 +207,29 @@ def evaluate(loss: Callable[[Any, Any], Any], output: Any, target: Any) -> Evalu
         UnknownForm: the loss is not a sum divided by a number, or cannot be evaluated so.
         Unpredictable: it returns a count that depends on the output.
     """
-    tensors = tensors_of(target)
-    device = tensors[0].device if tensors else torch.device("cpu")
-    leaves = tensors_of(output)
-    mode = _Mode(device)
+    mode = _Mode(target)
     try:
         with without_stage_hooks(), mode:
             value = loss(output, target)
-        return _read(value, mode, leaves)
+        return _read(value, mode, tensors_of(output))
     except (UnknownForm, Unpredictable):
         raise
     except Exception as error:
         raise UnknownForm(f"{type(error).__name__}: {error}") from error
+
+
+def smooths_without_weight(loss: Callable[[Any, Any], Any], output: Any, target: Any) -> bool:
+    """Whether a loss divides its label smoothing by class weights that are 0 for all targets.
+
+    Args:
+        loss: the loss.
+        output: an output of `outputs_like`.
+        target: the targets of a micro-batch.
+    """
+    value = None
+    with suppress(Exception), without_stage_hooks(), _Mode(target):
+        value = loss(output, target)
+    return isinstance(value, Tensor) and divides_smoothing_by_zero(value)
 
 
 def _read(value: Any, mode: _Mode, leaves: list[Tensor]) -> Evaluation:

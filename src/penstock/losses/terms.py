@@ -43,7 +43,7 @@ _SAME_VALUE = frozenset(
 _SUMS = frozenset({"SumBackward0", "SumBackward1"})
 _MEANS = frozenset({"MeanBackward0", "MeanBackward1"})
 #: Negative log-likelihoods of class indices.
-_NLL = frozenset({"NllLossBackward0", "NllLoss2DBackward0"})
+NLL = frozenset({"NllLossBackward0", "NllLoss2DBackward0"})
 #: Losses of torch that are a mean or a sum over the elements of their input.
 _ELEMENTWISE = frozenset(
     {
@@ -115,7 +115,7 @@ def _terms(node: Any, factor: float) -> list[Term]:
     if name.endswith("AccumulateGrad"):
         return [Term(1 / factor, leaf=node.variable)]
     divisor = _divisor(node, name)
-    bare = node if factor == 1.0 and name in _NLL else None
+    bare = node if factor == 1.0 and name in NLL else None
     return [Term(divisor / factor, bare, None, _is_sum(node, name), _elements(node))]
 
 
@@ -165,7 +165,7 @@ def _divisor(node: Any, name: str) -> float:
     if name == "MeanBackward1":
         sizes, dims = node._saved_self_sym_sizes, node._saved_dim
         return float(math.prod(sizes[signed(dim)] for dim in dims) if dims else math.prod(sizes))
-    if name in _NLL and node._saved_reduction == MEAN:
+    if name in NLL and node._saved_reduction == MEAN:
         return nll_count(node)
     if name in _ELEMENTWISE and node._saved_reduction == MEAN:
         return float(node._saved_self.numel())

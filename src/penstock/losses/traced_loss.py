@@ -291,8 +291,11 @@ class _Reading:
         (value,) = self.inputs.recompute(self.layer.training, [target])
         if value.is_floating_point():
             return Count(self.share, elements)
-        ignored = int(argument(node, "ignore_index", -100))
-        return Count(class_count(value, self._weight(node), ignored), elements)
+        ignored, weight = int(argument(node, "ignore_index", -100)), self._weight(node)
+        count = class_count(value, weight, ignored)
+        if argument(node, "label_smoothing", 0.0) and not count and bool((value != ignored).any()):
+            raise UnknownForm("label smoothing of targets whose class weights are all 0")
+        return Count(count, elements)
 
     def _ctc(self, node: fx.Node) -> Count:
         """Return the count in a CTC loss: a mean over samples, or a sum."""

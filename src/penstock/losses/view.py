@@ -5,6 +5,7 @@ It has the output of one micro-batch, and the targets of all.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,13 @@ from penstock.losses.probe import (
     readings,
     repeat_samples,
 )
-from penstock.losses.symbolic import Evaluation, evaluate, outputs_like, without_stage_hooks
+from penstock.losses.symbolic import (
+    Evaluation,
+    evaluate,
+    outputs_like,
+    smooths_without_weight,
+    without_stage_hooks,
+)
 from penstock.losses.terms import UnknownForm, detached
 from penstock.modules.randomness import drawing, generator_states, has_drawn, seed_generators
 from penstock.values.structure import map_tensors
@@ -146,6 +153,13 @@ class View:
         if tokens != lengths:
             raise UnknownForm("slices of different lengths")
         return self._evaluation((samples + others, tokens), self._joined_target())
+
+    def smooths_without_weight(self, number: int) -> bool:
+        """Whether the loss of a micro-batch divides its label smoothing by a class weight of 0."""
+        with suppress(UnknownForm):
+            output = outputs_like(self.value, self.extents(self.number), self.extents(number))
+            return smooths_without_weight(self.call.untouched(), output, self.target(number))
+        return False
 
     def _joined_target(self) -> Any:
         """Return the targets of the joined pair."""
