@@ -51,6 +51,18 @@ def test_a_loss_over_differences_from_the_mean_of_the_samples_is_refused():
         train(lambda output, _: centred(output).square().mean())
 
 
+def test_a_loss_of_a_sample_over_the_targets_of_others_is_refused():
+    """A micro-batch has other targets than the batch, also where no output is among them."""
+    with pytest.raises(StageFailed, match=r"\(mean over samples, whose losses then depend on"):
+        train(lambda output, y: (output - y.float().mean()).square().mean())
+
+
+def test_a_factor_over_all_targets_belongs_to_the_divisor():
+    """It is known for every micro-batch and for the batch."""
+    total, whole = train(lambda output, y: output.square().mean() * y.float().max() / y.sum())
+    assert total == pytest.approx(whole, rel=1e-5)
+
+
 def test_layers_may_mix_samples_and_then_work_per_micro_batch():
     """As batch normalisation does; only what lies behind the last weights is the loss."""
     loss, _ = train(functional.cross_entropy, between=centred)

@@ -247,6 +247,19 @@ REFUSED = {
     "differences of neighbours": (lambda model, s, y: (s - s.roll(1, 0)).abs().mean(), "roll over"),
     "a roll of all elements": (lambda model, s, y: (s - s.roll(1)).abs().mean(), "roll over"),
     "products with others": (lambda model, s, y: (s * s.flip(-1, 0)).sum(), "flip over samples"),
+    "shares in all targets": (
+        lambda model, s, y: (s.mean((1, 2)) * y.abs().sum(1) / y.abs().sum()).sum(),
+        "sum over samples",
+    ),
+    "values by the largest target": (
+        lambda model, s, y: (s / (y.max() + 1)).square().mean(),
+        "max over samples",
+    ),
+    "targets of neighbours": (lambda model, s, y: likelihood(s, y.roll(1, 0)), "roll over samples"),
+    "weights by earlier targets": (
+        lambda model, s, y: (s.mean(2) * y.cumsum(0)).sum(),
+        "cumsum over samples",
+    ),
     "ranks among the samples": (
         lambda model, s, y: (s.sort(0).values * s).mean(),
         "sort over samples",

@@ -68,8 +68,8 @@ class _Mixing:
         self._flow, self._domain = variant.flow, variant.captured.domain
 
     def is_of_loss(self, node: fx.Node) -> bool:
-        """Whether an op has no weights, and depends on outputs of ops that have."""
-        if node.op != "call_function" or node in self._flow.recomputed:
+        """Whether an op has no weights. It may depend on the inputs of the model alone."""
+        if node.op != "call_function":
             return False
         return not any(used in self._flow.weights for used in node.all_input_nodes)
 
@@ -78,10 +78,7 @@ class _Mixing:
         name = op_name(node)
         if name in SHAPE_ALONE or name.startswith("sym_") or not _tensors(node):
             return False
-        return not self._has_samples(node) and any(
-            used not in self._flow.recomputed and self._has_samples(used)
-            for used in node.all_input_nodes
-        )
+        return not self._has_samples(node) and any(map(self._has_samples, node.all_input_nodes))
 
     def moves_samples(self, node: fx.Node) -> bool:
         """Whether an op works along the dimension of the samples, as a cumulative sum does."""
