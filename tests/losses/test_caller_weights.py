@@ -23,6 +23,26 @@ def test_the_function_is_called_with_the_targets_of_every_micro_batch():
     assert CallerCounts(len, call).of(batch) == [3.0, 2.0]
 
 
+def test_counts_are_read_from_targets_in_host_memory_where_that_is_possible():
+    """Those on a device would make the host wait; a function that fails on the host gets them, also
+    in later batches.
+    """
+    batch = make_batch(torch.ones(5, 2), torch.arange(5), 2, step=0, training=True)
+    call = LossCall(torch.nn.functional.cross_entropy, torch.device("meta"))
+    assert CallerCounts(lambda target: target.sum(), call).of(batch) == [3.0, 7.0]
+    devices = []
+
+    def count(target):
+        devices.append(target.device.type)
+        if target.is_cpu:
+            raise RuntimeError("not on this device")
+        return len(target)
+
+    for _ in range(2):
+        assert CallerCounts(count, call).of(batch) == [3.0, 2.0]
+    assert devices == ["cpu", *["meta"] * 4]
+
+
 def test_a_refused_count_names_its_micro_batch():
     """The first of them."""
     batch = make_batch(torch.ones(5, 2), torch.arange(5), 3, step=0, training=True)

@@ -243,6 +243,31 @@ def test_a_loss_with_another_divisor_than_its_weight_assumes_is_refused():
         weights.check(batch, 1, x.mean())
 
 
+def test_the_divisor_of_a_loss_that_an_untraced_model_computes_is_checked_later():
+    """From the first micro-batch it is known for all, in proportion to their samples; sums have
+    none.
+    """
+    weights = LossWeights(LossCall(lambda output, _: output, CPU))
+    x = torch.ones(5, 2, requires_grad=True)
+
+    def batch():
+        return make_batch(torch.ones(5, 2), torch.ones(5), 2, step=0, training=True)
+
+    of_means = batch()
+    assert weights.of(of_means, 0, x[:3].mean()) == of_means.shares == [0.6, 0.4]
+    assert of_means.loss_counts == pytest.approx({0: 6.0, 1: 4.0})
+    weights.check(of_means, 1, x[3:].mean())
+    with pytest.raises(SettingError, match="micro-batch 1 is divided by 2, and 4 was expected"):
+        weights.check(of_means, 1, x[3:, 0].mean())
+    of_sums = batch()
+    assert weights.of(of_sums, 0, x[:3].sum()) == [1.0, 1.0]
+    assert of_sums.loss_counts == {}
+    with pytest.raises(SettingError, match="not those of single samples"):
+        weights.of(batch(), 0, x[:3].mean(0).sum())
+    # Without a graph, as in evaluation, the form is the one that was seen in training.
+    assert weights.of(batch(), 0, x[:3].sum().detach()) == [1.0, 1.0]
+
+
 def test_contents_are_the_same_in_any_order_and_number():
     """Targets are flattened or turned by losses."""
     one = torch.tensor([[1, 2], [3, 3]])

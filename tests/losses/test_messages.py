@@ -41,6 +41,7 @@ def test_other_messages_have_their_subject_and_the_ways_out():
     """In words of the caller."""
     text = nonlinear_in_samples("ClampMin", along_tokens=True)
     assert "mean or sum over tokens: clampmin acts on a value to which all tokens of" in text
+    assert "to which all samples of a batch contribute" in nonlinear_in_samples("Abs", False)
     assert "(no graph). Compute the loss from" in model_loss("no graph")
     differs = count_differs(3, 12.5, 7.0)
     assert differs.startswith("the loss of micro-batch 3 is divided by 7, and 12.5 was expected")

@@ -213,3 +213,20 @@ def test_outputs_of_the_second_part_are_changed_in_five_ways():
         assert torch.equal(first, pair.output[:2])
         torch.testing.assert_close(second, expected)
         assert torch.equal(joined, torch.cat([first, second]))
+
+
+def test_only_features_of_floating_point_outputs_are_changed():
+    """Class indices, and the order of numbers of which every sample has one, stay as they are."""
+    places, classes = torch.arange(3.0) - 5, torch.tensor([[0, 1], [2, 3], [4, 5]])
+    pair = Pair((torch.ones(3), torch.ones(3)), (3, 3), (places, classes), 0, 3)
+    seen = []
+
+    def loss(output, target):
+        seen.append(output)
+        return output[0].sum()
+
+    readings(loss, pair)
+    rolled, *others = seen[1::3]
+    assert [rolled[0].tolist(), rolled[1].tolist()] == [[-3, -5, -4], [[4, 5], [0, 1], [2, 3]]]
+    assert all(torch.equal(numbers, classes) for _, numbers in others)
+    assert torch.equal(others[0][0], places)

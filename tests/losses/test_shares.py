@@ -42,6 +42,7 @@ def test_weights_that_equal_the_shares_up_to_rounding_are_the_shares():
 def test_a_sum_with_a_count_is_divided_by_all_counts():
     """Each micro-batch's sum by the same number; nothing to divide by is refused."""
     assert sum_weights([1.0, 0.0, 3.0]) == [0.25] * 3
+    assert sum_weights([0.25, 0.25]) == [2.0] * 2
     for counts in ([0.0, 0.0], [1.0, -2.0], [float("nan")]):
         with pytest.raises(SettingError, match="must add up to more than 0"):
             sum_weights(counts)

@@ -185,3 +185,37 @@ def test_targets_of_a_micro_batch_are_its_tensors():
     first, second = stage_loss.targets(batch_of(torch.ones(4), y), 1)
     assert (first.tolist(), second.shape) == ([2, 3], (2, 2))
     assert stage_loss.targets(batch_of(torch.ones(4), None), 0) == []
+
+
+def test_a_loss_of_torch_gets_its_target_on_the_device_of_the_stage():
+    """The batch has it in host memory."""
+    meta = torch.device("meta")
+    stage_loss, batch = StageLoss(functional.mse_loss, meta), batch_of(torch.ones(4), torch.ones(4))
+    batch.loss_weights = [0.5, 0.5]
+    loss = stage_loss.of(batch, 0, torch.ones(2, device=meta, requires_grad=True), [])
+    assert (loss.device, loss.requires_grad, batch.loss_factors) == (meta, True, {0: 0.5})
+    assert [target.device for target in stage_loss.targets(batch, 0)] == [meta]
+
+
+def test_weights_are_prepared_once_and_only_where_there_is_a_loss_to_weigh():
+    """Not again, not without targets, and not where one loss is computed for the whole batch."""
+    x = torch.ones(4, 2)
+    stage_loss = StageLoss(functional.mse_loss, CPU)
+    batch = batch_of(x, x)
+    stage_loss.prepare(batch)
+    assert batch.loss_weights is None  # how this loss adds up is not known yet
+    stage_loss.of(batch, 0, x[:2].clone().requires_grad_(), [])
+    for _ in range(3):
+        batch = batch_of(x, x)
+        stage_loss.prepare(batch)
+        if batch.loss_weights is None:
+            stage_loss.of(batch, 0, x[:2].clone().requires_grad_(), [])
+    assert batch.loss_weights == [0.5, 0.5]
+    batch.loss_weights = [0.25, 0.75]
+    stage_loss.prepare(batch)
+    assert batch.loss_weights == [0.25, 0.75]
+    without = batch_of(x, None)
+    stage_loss.prepare(without)
+    whole = batch_of(x, x, 1)
+    StageLoss(functional.mse_loss, CPU, LossOptions(loss_on="batch")).prepare(whole)
+    assert (without.loss_weights, whole.loss_weights) == (None, None)
