@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from penstock.errors import FileError
@@ -28,6 +30,8 @@ def test_plain_values_are_read(text, value):
     [
         ("", "is not JSON: it is empty"),
         ('{"a": 1, "b": {"c": 1, "c": 2}}', "is not JSON: duplicate key 'c': remove one of them"),
+        ('{"a": 1, "b": 2, "c": 3, "b": 4}', "is not JSON: duplicate key 'b': remove one of them"),
+        ("-Infinity", "is not JSON: -Infinity is not a finite number"),
         ("NaN", "is not JSON: NaN is not a finite number"),
         ("[1e400]", "is not JSON: 1e400 is not a finite number"),
         ("18446744073709551616", "is not JSON: 18446744073709551616 is beyond the integers"),
@@ -47,3 +51,20 @@ def test_anything_else_is_refused(text, message):
         json_value(text, "plan.json")
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 400
+
+
+def test_numbers_that_are_not_finite_are_read_where_they_are_allowed():
+    """States of optimizers hold infinities; integers keep their limit."""
+    text = '{"best": Infinity, "worst": -1e999, "last": NaN}'
+    value = json_value(text, "state", finite=False)
+    assert (value["best"], value["worst"]) == (math.inf, -math.inf)
+    assert math.isnan(value["last"])
+    with pytest.raises(FileError, match="beyond the integers of 64 bits"):
+        json_value(str(2**64), "state", finite=False)
+
+
+def test_the_values_of_a_text_are_counted_up_to_a_limit_of_the_caller():
+    """By commas and opening brackets, before the text is parsed."""
+    assert json_value('[1, {"a": 2}]', "x", max_values=3) == [1, {"a": 2}]
+    with pytest.raises(FileError, match=r"^x has 3 values, more than the 2 allowed$"):
+        json_value('[1, {"a": 2}]', "x", max_values=2)

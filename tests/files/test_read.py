@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import pytest
 from pydantic import BaseModel
 
 from penstock.errors import FileError, SettingError
-from penstock.files.read import parse_json, parse_yaml, read_json, read_yaml
+from penstock.files.read import known_keys, parse_json, parse_yaml, read_json, read_yaml
 
 
 @dataclass(frozen=True)
@@ -103,6 +103,74 @@ def test_json_needs_no_schema_but_may_have_to_have_one():
     for version in ("true", "1.0", "2", "null", "[]"):
         with pytest.raises(FileError, match="no lab of schema 1: its schema is "):
             parse_json(f'{{"name": "x", "schema": {version}}}', Lab, "lab.json", 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "schema", "kind", "message"),
+    [
+        ('{"name": "x"}', 1, None, "no lab of schema 1: its schema is missing, so it is another"),
+        ("[]", 1, None, "no lab of schema 1: its schema is missing"),
+        ("3", (1, 3), None, "no lab of schema 1 or 3: its schema is missing"),
+        (
+            '{"schema": 2}',
+            (1, 3),
+            "cluster",
+            "no cluster of schema 1 or 3: its schema is 2. Create",
+        ),
+        ('{"schema": 2, "programs": []}', 1, "profile", "lab.json is a plan, not a profile"),
+        ('{"schema": 2, "layers": []}', 1, "plan", "lab.json is a profile, not a plan"),
+        ('{"layers": []}', 1, "plan", "lab.json is a profile, not a plan"),
+        ('{"schema": 2, "programs": []}', 1, "plan", "no plan of schema 1: its schema is 2"),
+        ('{"schema": 2, "programs": []}', 1, None, "no lab of schema 1: its schema is 2"),
+        ('{"schema": 2}', 1, "plan", "no plan of schema 1: its schema is 2"),
+    ],
+)
+def test_another_schema_is_named_and_so_is_a_plan_or_profile_in_the_place_of_the_other(
+    text, schema, kind, message
+):
+    """A file of another kind has no use for the advice to create it again."""
+    with pytest.raises(FileError, match=message):
+        parse_json(text, Lab, "lab.json", schema, kind=kind)
+
+
+def test_supported_schemas_are_read():
+    """One, or several."""
+    for schema in (2, (1, 2), frozenset({2})):
+        assert parse_json('{"schema": 2}', dict, "x.json", schema) == {"schema": 2}
+
+
+def test_a_file_without_any_text_is_refused_and_one_of_comments_is_empty(tmp_path):
+    """The first was cut off; the second is an empty mapping."""
+    path = tmp_path / "run.yaml"
+    for text in ("", " \n\t\n"):
+        path.write_text(text)
+        with pytest.raises(FileError, match=r"run.yaml is no run: it is empty$"):
+            read_yaml(path, Run)
+    path.write_text("# a comment\n")
+    assert read_yaml(path, Run) == Run()
+
+
+def test_what_stands_in_the_place_of_a_mapping_is_named():
+    """Plain values have no keys that a message could list."""
+    with pytest.raises(FileError, match=r"^x is no dict: at the top: Input should be .*, not 3$"):
+        parse_yaml("3", dict, "x")
+    with pytest.raises(FileError, match=r"^x is no lab: at name: the key is missing$"):
+        parse_yaml("nodes: []", Lab, "x")
+    with pytest.raises(FileError, match=r"unknown key; remove it\. Known: name, nodes"):
+        parse_yaml("{name: a, zzz: 1}", Lab, "x")
+
+
+def test_keys_are_known_by_their_place_in_a_type():
+    """None where any key may stand, or one of several types."""
+    keys = ("model", "rate", "cut", "kind", "options")
+    assert known_keys(Run, ()) == keys
+    assert known_keys(Run | None, ()) == known_keys(Annotated[Run, "x"], ()) == keys
+    assert known_keys(Lab, ()) == ("name", "nodes")
+    assert known_keys(tuple[Lab, Run], (1,)) == known_keys(tuple[Run, ...], (4,)) == keys
+    assert known_keys(tuple[Lab, Run], (7,)) == keys
+    assert known_keys(dict[str, list[Run]], ("a", 0)) == keys
+    assert known_keys(Run, ("options",)) == known_keys(Run | Lab, ()) == ()
+    assert known_keys(Fleet, ("nothing",)) == known_keys(dict, ("a",)) == ()
 
 
 def test_half_a_surrogate_pair_is_refused():

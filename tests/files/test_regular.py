@@ -19,11 +19,15 @@ def test_a_regular_file_is_opened(tmp_path):
 
 @pytest.mark.parametrize("place", ["pipe", "link to pipe", "device", "folder", "missing"])
 def test_what_is_no_file_is_refused_at_once(tmp_path, place):
-    """Opening a pipe would wait for its writer."""
+    """Opening a pipe would wait for its writer; no descriptor stays open."""
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link to pipe").symlink_to(tmp_path / "pipe")
     (tmp_path / "device").symlink_to("/dev/zero")
     (tmp_path / "folder").mkdir()
     messages = {"folder": "Is a directory", "missing": "No such file"}
-    with pytest.raises(OSError, match=messages.get(place, "it is not a regular file")):
-        open_file(tmp_path / place)
+    message = messages.get(place, "it is not a regular file")
+    before = os.listdir("/proc/self/fd")
+    for refuse in (open_file, check_regular):
+        with pytest.raises(OSError, match=message):
+            refuse(tmp_path / place)
+    assert len(os.listdir("/proc/self/fd")) == len(before)

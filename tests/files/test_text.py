@@ -9,7 +9,7 @@ import pytest
 
 from penstock.errors import FileError
 from penstock.files import text as module
-from penstock.files.text import quote_path, read_text, shorten
+from penstock.files.text import check_characters, join_names, quote_path, read_text, shorten
 
 
 def test_text_is_read_as_utf_8_with_or_without_a_mark(tmp_path):
@@ -35,10 +35,19 @@ def test_what_is_no_text_is_refused(tmp_path, content, message):
         read_text(path, "cluster", max_bytes=100)
 
 
-@pytest.mark.parametrize("path", ["/dev/zero", "/dev", "nowhere.yaml", "a\0b", "x" * 5000])
-def test_what_is_no_file_is_refused_at_once(path):
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [
+        ("/dev/zero", "it is not text, it contains NUL bytes"),
+        ("/dev", "Is a directory"),
+        ("nowhere.yaml", "No such file or directory"),
+        ("a\0b", "embedded null byte"),
+        ("x" * 5000, "File name too long"),
+    ],
+)
+def test_what_is_no_file_is_refused_at_once(path, reason):
     """A device without an end must not be read to its end."""
-    with pytest.raises(FileError, match=r"^cannot read the plan ") as caught:
+    with pytest.raises(FileError, match=rf"^cannot read the plan .*: {reason}$") as caught:
         read_text(path, "plan", max_bytes=100)
     assert str(caught.value).isprintable()
 
@@ -46,9 +55,41 @@ def test_what_is_no_file_is_refused_at_once(path):
 def test_quoted_text_is_short_and_on_one_line():
     """A foreign value cannot forge a second line, or fill the screen."""
     assert shorten("a\nERROR \x1b[31m b") == "a ERROR ?[31m b"
+    assert shorten("  one \n two ", 7) == "one two"
+    assert shorten("one two", 6) == "one t…"
+    assert len(shorten("y" * 100)) == 80
     assert shorten("x" * 10_000, 10) == "x" * 9 + "…"
     assert quote_path("runs/a.json") == "runs/a.json"
     assert quote_path("a\nb") == r"'a\nb'"
+
+
+def test_a_file_of_the_largest_size_is_read_and_its_descriptor_closed(tmp_path, monkeypatch):
+    """Whatever the size of one read is; one byte more is too much."""
+    path = tmp_path / "plan.json"
+    before = os.listdir("/proc/self/fd")
+    for chunk in (3, 10, 2**20):
+        monkeypatch.setattr(module, "_CHUNK_BYTES", chunk)
+        path.write_text("0123456789")
+        assert read_text(path, "plan", max_bytes=10) == "0123456789"
+        with pytest.raises(FileError, match=r"it is longer than 9 bytes, which no plan is$"):
+            read_text(path, "plan", max_bytes=9)
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+
+
+def test_a_long_list_of_names_is_cut():
+    """Five names fit on a line."""
+    assert join_names([]) == ""
+    assert join_names(list("abcde")) == "a, b, c, d, e"
+    assert join_names(list("abcdef")) == "a, b, c, d, e and 1 more"
+
+
+def test_characters_of_a_name_are_checked():
+    """A path with NUL cannot be opened, and half a pair cannot be printed."""
+    check_characters("µ \U0001f600\n")
+    with pytest.raises(ValueError, match="the character NUL"):
+        check_characters("a\0")
+    with pytest.raises(ValueError, match="character 2 is half of a surrogate pair"):
+        check_characters("ab\ud800c")
 
 
 def test_a_device_of_zeros_is_refused_at_its_first_bytes(monkeypatch):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 
 from penstock.errors import FileError
@@ -24,6 +26,9 @@ from penstock.files.yaml_values import MAX_CHARACTERS, yaml_text, yaml_value
         ("'1': x", {"1": "x"}),
         ("text: |\n  two\n  lines\n", {"text": "two\nlines\n"}),
         ("n: 18446744073709551615", {"n": 2**64 - 1}),
+        ("x: " + "[" * 39 + "]" * 39, {"x": functools.reduce(lambda x, _: [x], range(38), [])}),
+        ("a: '1:30'\nb: -1:30.5\nc: 12:30:15", {"a": "1:30", "b": "-1:30.5", "c": "12:30:15"}),
+        ("a: -1.5e+3\nb: .5E2\nc: 1.e1", {"a": -1500.0, "b": 50.0, "c": 10.0}),
     ],
 )
 def test_plain_values_are_read(text, value):
@@ -48,9 +53,14 @@ def test_plain_values_are_read(text, value):
         ("a: 18446744073709551616", "is beyond the integers of 64 bits"),
         ("a: " + "9" * 10_000, "has no value|is beyond"),
         ("a: " + "[" * 50, "more than 40 levels"),
+        ("a: " + "[" * 40 + "]" * 40, "more than 40 levels"),
         ("k:\n" * 60_000, "there are more than 100,000 values"),
         ("!!python/object/apply:os.system ['true']", "the tag .*os.system' is not allowed"),
         ("a: !!binary aGVsbG8=", "the tag .*binary' is not allowed"),
+        ("a: !!seq x", "the tag .*seq' is not allowed"),
+        ("a: !!map [b]", "the tag .*map' is not allowed"),
+        ("a: !!str [b]", "the tag .*str' is not allowed"),
+        ("a: -18446744073709551616", "is beyond the integers of 64 bits"),
         ("a: !!set {b}", "the tag .*set' is not allowed"),
         ("a: !!int many", "'many' has no value"),
         ("a: 1\n---\nb: 2", "expected a single document"),
