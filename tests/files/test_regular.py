@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
 from penstock.files.regular import check_regular, open_file
+
+
+def open_descriptors():
+    """Return the number of open files of this process."""
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
 
 
 def test_a_regular_file_is_opened(tmp_path):
@@ -26,8 +32,8 @@ def test_what_is_no_file_is_refused_at_once(tmp_path, place):
     (tmp_path / "folder").mkdir()
     messages = {"folder": "Is a directory", "missing": "No such file"}
     message = messages.get(place, "it is not a regular file")
-    before = os.listdir("/proc/self/fd")
+    before = open_descriptors()
     for refuse in (open_file, check_regular):
         with pytest.raises(OSError, match=message):
             refuse(tmp_path / place)
-    assert len(os.listdir("/proc/self/fd")) == len(before)
+    assert open_descriptors() == before

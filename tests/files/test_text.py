@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import os
 import threading
+from pathlib import Path
 
 import pytest
 
 from penstock.errors import FileError
 from penstock.files import text as module
 from penstock.files.text import check_characters, join_names, quote_path, read_text, shorten
+
+
+def open_descriptors():
+    """Return the number of open files of this process."""
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
 
 
 def test_text_is_read_as_utf_8_with_or_without_a_mark(tmp_path):
@@ -66,14 +72,14 @@ def test_quoted_text_is_short_and_on_one_line():
 def test_a_file_of_the_largest_size_is_read_and_its_descriptor_closed(tmp_path, monkeypatch):
     """Whatever the size of one read is; one byte more is too much."""
     path = tmp_path / "plan.json"
-    before = os.listdir("/proc/self/fd")
+    before = open_descriptors()
     for chunk in (3, 10, 2**20):
         monkeypatch.setattr(module, "_CHUNK_BYTES", chunk)
         path.write_text("0123456789")
         assert read_text(path, "plan", max_bytes=10) == "0123456789"
         with pytest.raises(FileError, match=r"it is longer than 9 bytes, which no plan is$"):
             read_text(path, "plan", max_bytes=9)
-    assert len(os.listdir("/proc/self/fd")) == len(before)
+    assert open_descriptors() == before
 
 
 def test_a_long_list_of_names_is_cut():

@@ -76,6 +76,10 @@ class Child(Parent):
     __slots__ = ("first", "second")
 
 
+class Both(Child):
+    """With attributes beside the slots."""
+
+
 class Closing:
     """With code that runs at its end."""
 
@@ -258,6 +262,19 @@ def test_slots_of_all_ancestors_are_kept_also_those_of_one_name():
     assert not hasattr(rebuilt, "second")
     child.second = None
     assert rebuild(child).second is None
+
+
+def test_attributes_and_slots_of_one_object_are_not_mixed_up():
+    """Attributes come first among the parts."""
+    both = Both()
+    both.first, both.second, both.third, both.fourth = 1, 2, 3, 4
+    context, parts = OBJECT.split(both)
+    assert parts == [3, 4, 1, 2]
+    labels = [OBJECT.label(context, index) for index in range(4)]
+    assert labels == [".third", ".fourth", ".first", ".second"]
+    rebuilt = rebuild(both)
+    assert vars(rebuilt) == {"third": 3, "fourth": 4}
+    assert (rebuilt.first, rebuilt.second) == (1, 2)
 
 
 @pytest.mark.parametrize(
