@@ -51,13 +51,13 @@ def weightings(*views, has_counts=False, brief=False):
 def test_a_mean_is_by_sizes_and_a_sum_by_one_each_over_samples_and_over_tokens():
     """Both may differ; counts come first where the graph shows them."""
     along = view_of([SUM], along_tokens=True)
-    assert weightings(view_of([MEAN]), along) == {False: "shares", True: "sums"}
-    assert weightings(view_of([MEAN]), has_counts=True) == {False: "counts"}
-    assert weightings(view_of([MEAN]), has_counts=False) == {False: "shares"}
+    assert weightings(view_of([MEAN]), along) == {"samples": "shares", "tokens": "sums"}
+    assert weightings(view_of([MEAN]), has_counts=True) == {"samples": "counts"}
+    assert weightings(view_of([MEAN]), has_counts=False) == {"samples": "shares"}
     equal = view_of([HALF], divisors=(4.0, 4.0, 8.0))
-    assert weightings(equal, has_counts=True) == {False: "counts"}
+    assert weightings(equal, has_counts=True) == {"samples": "counts"}
     other = view_of([MEAN], divisors=(4.0, 4.0, 8.0))
-    assert weightings(other, has_counts=True) == {False: "shares"}
+    assert weightings(other, has_counts=True) == {"samples": "shares"}
     view = view_of([MEAN])
     weightings(view, brief=True)
     weightings(view)
@@ -72,6 +72,17 @@ def test_what_fits_nowhere_is_refused_with_the_first_reading_that_does_not():
         weightings(view_of([HALF, MEAN], divisors=(4.0, 4.0, 8.0)), has_counts=True)
     with pytest.raises(SettingError, match="of 1 and 3 tokens"):
         weightings(view_of([HALF], along_tokens=True))
+
+
+def test_counts_that_fit_over_samples_alone_are_taken_nowhere():
+    """Weights by counts and weights by shares are not of one loss."""
+    across, along = view_of([HALF], divisors=(4.0, 4.0, 8.0)), view_of([MEAN], along_tokens=True)
+    along.evaluation = lambda number: SimpleNamespace(terms=[Term(4.0)])
+    with pytest.raises(SettingError, match="both joined have 4"):
+        weightings(across, along, has_counts=True)
+    both = view_of([Reading(4.0, 4.0, 4.0, 1e-6)], divisors=(4.0, 4.0, 8.0))
+    assert weightings(both, has_counts=True) == {"samples": "counts"}
+    assert weightings(both, along, has_counts=True) == {"samples": "shares", "tokens": "shares"}
 
 
 def test_a_bend_is_refused_though_all_values_add_up():

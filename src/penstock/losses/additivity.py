@@ -1,16 +1,31 @@
-"""The numeric test of how the losses of two micro-batches add up to that of both; see `probe`."""
+"""The numeric test of how the losses of two micro-batches add up to that of both.
+
+A `View` evaluates the loss on two micro-batches `a` and `b`, and on both joined, `j`. For some
+weights `w_a` and `w_b`, `loss(j) = w_a loss(a) + w_b loss(b)`, for the values and for the gradients
+(see `probe`). Three pairs of weights are tried, in this order:
+
+- "counts": the divisors of the loss on `a` and on `b`, each by that on `j`, where the graph of the
+  loss shows them;
+- "shares": the shares of the samples, or of the tokens, of a mean;
+- "sums": 1 and 1, of a sum.
+"""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from penstock.errors import SettingError
 from penstock.losses.messages import WAYS_OUT, nonlinear_in_samples, not_additive
 from penstock.losses.probe import Draws, Reading, ReturnsCount, Weighting, consistent
 from penstock.losses.terms import UnknownForm
 from penstock.losses.view import View
+
+#: Along what the two parts of a pair are joined: two micro-batches along their samples, two slices
+#: of the same sequences along their tokens.
+Joined = Literal["samples", "tokens"]
 
 
 @dataclass
@@ -21,38 +36,36 @@ class AdditivityTest:
 
     def weightings(
         self, views: Sequence[View], *, has_counts: bool, brief: bool = False
-    ) -> dict[bool, Weighting]:
-        """Return how the loss adds up, over samples (False) and over the tokens of slices (True).
+    ) -> dict[Joined, Weighting]:
+        """Return how the loss adds up over samples, and over tokens if there are slices.
 
-        What cannot be tested is missing.
+        What cannot be tested is missing. The counts fit in all views, or are in none of the
+        results.
 
         Args:
-            views: evaluations of the loss.
-            has_counts: whether the graph shows divisors, which are then tried first.
+            views: evaluations of the loss, at most one along samples and one along tokens.
+            has_counts: whether the graph shows divisors.
             brief: see `probe.readings`.
 
         Raises:
             ReturnsCount: the loss returns (sum, count).
             SettingError: the losses do not add up in any known way.
         """
-        weightings: dict[bool, Weighting] = {}
+        weightings: dict[Joined, Weighting] = {}
         for view in views:
             weighting = self._weighting(view, has_counts=has_counts, brief=brief)
             if weighting is not None:
-                weightings[view.along_tokens] = weighting
+                weightings["tokens" if view.along_tokens else "samples"] = weighting
+        if has_counts and len(set(weightings.values())) > 1:
+            return self.weightings(views, has_counts=False, brief=brief)
         return weightings
 
     def _weighting(self, view: View, *, has_counts: bool, brief: bool) -> Weighting | None:
-        """Return how the losses of the view's pair add up; None if that cannot be tested."""
-        sizes = view.sizes
-        total = sum(sizes)
-        weights: dict[Weighting, tuple[float, float]] = {
-            "shares": (sizes[0] / total, sizes[1] / total),
-            "sums": (1.0, 1.0),
-        }
+        """Return the first weights that fit the view's pair; None if that cannot be tested."""
+        weights: dict[Weighting, tuple[float, float]] = {}
         try:
             if has_counts:
-                weights = {"counts": _pair_weights(view), **weights}
+                weights["counts"] = _divisor_weights(view)
             readings = view.readings(brief=brief)
         except ReturnsCount:
             raise
@@ -64,12 +77,16 @@ class AdditivityTest:
             if not has_counts:
                 self._warn(f"raises on parts of a batch ({type(error).__name__}: {error})")
             return None
-        if not readings:
+        if not readings:  # no loss was finite
             return None
+        first, second = view.sizes
+        weights["shares"] = first / (first + second), second / (first + second)
+        weights["sums"] = 1.0, 1.0
         weighting = consistent(readings, weights)
         if weighting is None:
-            reading = _worst(readings, weights.get("counts", weights["shares"]))
-            raise SettingError(not_additive(reading, sizes, weights, view.along_tokens))
+            expected = weights.get("counts", weights["shares"])
+            misfit = _first_misfit(readings, expected)
+            raise SettingError(not_additive(misfit, view.sizes, weights, view.along_tokens))
         for reading in readings:
             if reading.nonlinear:
                 raise SettingError(nonlinear_in_samples(reading.nonlinear, view.along_tokens))
@@ -89,18 +106,19 @@ class AdditivityTest:
         )
 
 
-def _worst(readings: Sequence[Reading], weights: tuple[float, float]) -> Reading:
-    """Return the first reading that the weights do not fit, for the message."""
-    for reading in readings:
-        if not reading.fits(weights):
-            return reading
-    return readings[0]
+def _first_misfit(readings: Sequence[Reading], weights: tuple[float, float]) -> Reading:
+    """Return the first reading that the weights do not fit; the first of all if they fit all."""
+    return next((reading for reading in readings if not reading.fits(weights)), readings[0])
 
 
-def _pair_weights(view: View) -> tuple[float, float]:
-    """Return the weights of both micro-batches of a pair in the joined pair, by their divisors."""
-    whole = view.joined_evaluation().terms[0].divisor
-    if not whole:
+def _divisor_weights(view: View) -> tuple[float, float]:
+    """Return the divisors of the loss on both parts of a pair, each by that on the joined pair.
+
+    Raises:
+        UnknownForm: the divisor of the joined pair is 0.
+    """
+    joined_divisor = view.joined_evaluation().terms[0].divisor
+    if not joined_divisor:
         raise UnknownForm("a pair that counts nothing")
-    first, second = (view.evaluation(number).terms[0].divisor / whole for number in view.pair)
-    return first, second
+    first, second = (view.evaluation(number).terms[0].divisor for number in view.pair)
+    return first / joined_divisor, second / joined_divisor

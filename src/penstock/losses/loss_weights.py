@@ -364,8 +364,7 @@ class LossWeights:
             return self._by_counts(views[0])
         if by_graph is not None and set(weightings.values()) <= {"counts"}:
             return self._accept(views[0], key, by_graph)
-        over_samples, over_tokens = weightings.get(False, "shares"), weightings.get(True, "shares")
-        adds_up = over_samples, over_tokens
+        adds_up = weightings.get("samples", "shares"), weightings.get("tokens", "shares")
         self._remember(key, Knowledge(adds_up=adds_up))
         return mean_or_sum_weights(views[0].batch, adds_up)
 
