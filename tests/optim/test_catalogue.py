@@ -220,6 +220,26 @@ def test_without_an_optimizer_gradients_add_up_and_nothing_moves(lab):
     )
 
 
+@pytest.mark.parametrize(("rule", "pipelines"), [("stash", 1), ("spectrain", 1), ("avgpipe", 2)])
+def test_without_an_optimizer_every_rule_has_a_single_version(lab, rule, pipelines):
+    """No update creates another one; rules that need an optimizer of some kind accept none."""
+    module = lab.mlp()
+    line = lab.line_of(rule, 0, 2, 1, 4, pipelines=pipelines)
+    weights = lab.make(lab.site_of(module, line, rule, None))
+    places = [parameter.data_ptr() for parameter in module.parameters()]
+    for parameter in module.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    for kind, number in line.ops:
+        {"F": weights.before_forward, "B": weights.before_backward, "U": weights.update}[kind](
+            number
+        )
+        if kind == "B":
+            weights.finished(number)
+    assert weights.versions == weights.peak_versions == 1
+    assert weights.held_bytes() == sum(parameter.nbytes for parameter in module.parameters())
+    assert [parameter.data_ptr() for parameter in module.parameters()] == places
+
+
 def test_every_arithmetic_is_found_by_name():
     """Rules refer to them by name; a misspelt name must not select another one."""
     assert list(ARITHMETIC.entries()) == [

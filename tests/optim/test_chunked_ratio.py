@@ -80,3 +80,17 @@ def test_rounds_are_filled_to_the_last_element(monkeypatch, limit):
         elements = [sum(scratch.numel() for *_, scratch in pieces)]
         assert elements[0] <= size
         assert elements[0] + following[0][2].numel() > size
+
+
+def test_a_long_tensor_is_cut_into_as_many_rows_as_fit(monkeypatch):
+    """A row that is longer than the limit is a part of its own."""
+    monkeypatch.setattr(ratio, "_CPU_ELEMENTS", 12)
+
+    def rows_of(shape):
+        pieces = [piece for pieces in Ratio()._cut(tensors(0, [shape])) for piece in pieces]
+        return [scratch.shape[0] for *_, scratch in pieces]
+
+    assert rows_of((10, 3)) == [4, 4, 2]
+    assert rows_of((30,)) == [12, 12, 6]
+    assert rows_of((3, 20)) == [1, 1, 1]
+    assert rows_of((4, 3)) == [4]

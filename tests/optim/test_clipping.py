@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.values.fake_mesh import fake_mesh, sharded
 from torch import nn
 
 from penstock.optim.clipping import clip, clip_values, norms_of, total_norm
@@ -99,3 +100,20 @@ def test_elements_are_clamped_on_both_sides_also_of_sparse_gradients():
     clip_values([without], 1.5)
     clip_values([embedding.weight], 1.0)
     assert embedding.weight.grad.to_dense().flatten().tolist() == [0, 1, 0, 0, -1]
+
+
+def test_of_gradients_that_processes_share_the_part_of_this_one_is_clipped():
+    """In its memory; their norm is that of the whole, for which the processes have to communicate."""
+    with fake_mesh() as mesh:
+        part, plain = torch.tensor([[3.0, -4.0]]), torch.tensor([6.0, -8.0])
+        shared = nn.Parameter(sharded(mesh, torch.zeros(1, 2)))
+        shared.grad = sharded(mesh, part)
+        own = nn.Parameter(torch.zeros(2))
+        own.grad = plain
+        assert [norm.shape for norm in norms_of([shared, own], CPU)] == [(), ()]
+        clip([shared, own], 1.0, torch.tensor(2.0))
+        torch.testing.assert_close(part, torch.tensor([[1.5, -2.0]]))
+        torch.testing.assert_close(plain, torch.tensor([3.0, -4.0]))
+        clip_values([shared, own], 1.75)
+        torch.testing.assert_close(part, torch.tensor([[1.5, -1.75]]))
+        assert plain.tolist() == [1.75, -1.75]

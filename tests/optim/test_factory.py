@@ -143,6 +143,15 @@ def test_an_optimizer_in_place_of_a_factory_is_shown_as_the_call_to_write():
         assert written.startswith(call.partition("(")[0])
 
 
+def test_a_class_without_a_signature_is_shown_without_its_options():
+    """Its constructor may be compiled."""
+    compiled = type("Compiled", (SGD,), {"__signature__": "none"})(parameters((1,)), lr=0.1)
+    with pytest.raises(
+        SettingError, match=r"Write optimizer=lambda params: Compiled\(params, ...\)"
+    ):
+        check_factory(compiled)
+
+
 def test_groups_and_state_of_an_optimizer_have_places_of_their_own():
     """Both of them are named, and neither if there is none."""
     optimizer = SGD([{"params": parameters((1,))} for _ in range(3)], lr=0.1, momentum=0.9)

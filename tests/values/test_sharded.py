@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
+from tests.values.fake_mesh import fake_mesh, sharded
 
 from penstock.values.sharded import copy_whole, is_sharded, local_part, whole
 
@@ -16,20 +15,8 @@ from penstock.values.sharded import copy_whole, is_sharded, local_part, whole
 @pytest.fixture(scope="module")
 def mesh():
     """A mesh of two processes, of which this one is the second."""
-    import torch.distributed.tensor  # noqa: F401 - takes a second, which is no part of a test
-    from torch.distributed.device_mesh import init_device_mesh
-
-    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
-    yield init_device_mesh("cpu", (2,))
-    dist.destroy_process_group()
-
-
-def sharded(mesh, local, *, dim=0, replicated=False):
-    """A tensor of which this process has `local`."""
-    from torch.distributed.tensor import DTensor, Replicate, Shard
-
-    placement = Replicate() if replicated else Shard(dim)
-    return DTensor.from_local(local, mesh, [placement])
+    with fake_mesh() as mesh:
+        yield mesh
 
 
 def test_plain_tensors_are_whole_and_local():
