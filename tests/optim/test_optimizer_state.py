@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from penstock.errors import SettingError
-from penstock.optim.optimizer_state import load_optimizer_state, optimizer_state
+from penstock.optim.optimizer_state import load_optimizer_state, optimizer_state, state_device
 
 
 def parameters():
@@ -102,3 +102,42 @@ def test_what_is_loaded_replaces_all_state():
     load_optimizer_state(optimizer, held, {"exp_avg": [None, torch.ones(2), None]})
     assert [held[n] in optimizer.state for n in range(3)] == [False, True, False]
     assert list(optimizer.state[held[1]]) == ["exp_avg"]
+
+
+def test_moments_are_on_the_device_of_the_parameter_and_counters_on_the_host():
+    """Kernels that run as a whole on the device read the counters there too."""
+    plain, capturable, fused = (nn.Parameter(torch.ones(2, device="meta")) for _ in range(3))
+    optimizer = torch.optim.Adam(
+        [{"params": [plain]}, {"params": [capturable], "capturable": True}, {"params": [fused]}]
+    )
+    optimizer.param_groups[2]["fused"] = True
+    held = [plain, capturable, fused]
+    counters, moments = ([torch.ones(shape) for _ in held] for shape in ((), (2,)))
+    load_optimizer_state(optimizer, held, {"step": counters, "exp_avg": moments})
+    devices = [optimizer.state[parameter]["step"].device.type for parameter in held]
+    assert devices == ["cpu", "meta", "meta"]
+    assert {optimizer.state[parameter]["exp_avg"].device.type for parameter in held} == {"meta"}
+    meta, cpu = torch.device("meta"), torch.device("cpu")
+    for value, counts_on_device, device in (
+        (torch.ones(()), False, cpu),
+        (torch.ones(()), True, meta),
+        (torch.ones(1), False, meta),
+        (torch.ones((), device="meta"), False, meta),
+    ):
+        assert state_device(value, plain, counts_on_device=counts_on_device) == device
+
+
+def test_a_name_that_one_parameter_lacks_hides_no_other_name():
+    """Parameters of one optimizer may have state of different kinds."""
+    held = parameters()
+    optimizer = torch.optim.Adam(held)
+    first, second = torch.ones(1), torch.ones(2)
+    rows = {
+        "a": [None, second, None],
+        "b": [first, None, None],
+        "plain/n": [first.sum(), None, None],
+    }
+    load_optimizer_state(optimizer, held, rows)
+    assert optimizer.state[held[0]] == {"b": first, "n": 1.0}
+    assert optimizer.state[held[1]].keys() == {"a"}
+    assert held[2] not in optimizer.state

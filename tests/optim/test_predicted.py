@@ -231,6 +231,22 @@ def test_what_has_had_no_gradient_stays_where_it_is(lab):
         assert all(map(torch.equal, lab.values_of(module["unused"]), before))
 
 
+def test_with_memory_for_both_predictions_of_a_batch_each_is_computed_once(lab):
+    """Less memory costs further passes over the weights."""
+    counts = {}
+    for stage, extra in ((0, 3.0), (1, 3.0), (2, 3.0), (1, 2.0), (1, 1.0)):
+        module, line = lab.mlp(), lab.line_of("xpipe", stage, 3, 3, batches=5)
+        rule = lab.rule_called("xpipe", extra=extra)
+        weights = lab.make(lab.site_of(module, line, "xpipe", lab.PAIRS["adam"][0], rule=rule))
+        moves, move = [], weights._direction.move
+        weights._direction.move = lambda values, updates, moves=moves, move=move: moves.append(
+            move(values, updates)
+        )
+        lab.play(module, weights, line.ops, lab.vectors, lab.squares)
+        counts[stage, extra] = len(moves)
+    assert counts == {(0, 3.0): 5, (1, 3.0): 5, (2, 3.0): 5, (1, 2.0): 9, (1, 1.0): 9}
+
+
 def test_a_stage_that_predicts_nothing_takes_no_more_memory_than_its_weights(lab):
     """PipeOptim's last stage reads the newest version in both passes, so it needs no memory for
     predictions.

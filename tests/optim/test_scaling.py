@@ -120,6 +120,15 @@ def test_options_at_the_end_of_their_range_pass():
         assert LossScaler(options).state_dict()["steps"] == 0
 
 
+def test_options_may_be_integers():
+    """The scale is a float32 whatever it is given as."""
+    scaler = LossScaler({"init_scale": 1024, "growth_factor": 2, "growth_interval": 1})
+    scaler.update(1.0)
+    assert scaler.state_dict() == {"scale": 512.0, "steps": 0, "skipped": 1}
+    scaler.update(0.0)
+    assert scaler.scale == 1024.0
+
+
 def test_the_default_options_are_torchs():
     """A user who turns scaling on gets what the documentation of torch says."""
     ours = LossScaler.of(torch.amp.GradScaler("cpu"))

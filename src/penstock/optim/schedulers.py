@@ -110,13 +110,11 @@ class Schedulers:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the result of `state_dict` (of any rank), and set the learning rates."""
         for optimizer, scheduler in zip(self._optimizers, self._schedulers, strict=True):
-            fitting = _fitting_state(state, scheduler.state_dict())
-            scheduler.load_state_dict(fitting)
+            scheduler.load_state_dict(_fitting_state(state, scheduler.state_dict()))
             # torch's `load_state_dict` leaves the rates of the optimizer as they are. Groups that
             # do not correspond to the saved ones keep theirs.
-            rates = fitting.get("_last_lr")
-            groups = len(optimizer.param_groups)
-            if rates is None or len(rates) != groups or len(state.get("_last_lr", ())) != groups:
+            rates = state.get("_last_lr") or ()
+            if len(rates) != len(optimizer.param_groups):
                 continue
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
                 is_tensor = isinstance(group["lr"], Tensor)
