@@ -7,6 +7,7 @@ import pytest
 from penstock.losses.messages import (
     WAYS_OUT,
     count_differs,
+    infinite_without_weight,
     model_loss,
     nonlinear_in_samples,
     not_additive,
@@ -49,6 +50,8 @@ def test_other_messages_have_their_subject_and_the_ways_out():
     assert count_differs(0, 1.0, 0.0).startswith(
         "the loss of micro-batch 0 is divided by 0, and 1 "
     )
+    assert infinite_without_weight(4).startswith("the loss of micro-batch 4 is infinite, and its")
+    assert infinite_without_weight(4).endswith(WAYS_OUT)
     assert "all targets of micro-batch 5 have a class" in smoothing_without_weight(5)
     for message in (text, model_loss("x"), differs):
         assert message.endswith(WAYS_OUT)

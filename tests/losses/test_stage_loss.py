@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional
 
 from penstock.batches.batch import make_batch
-from penstock.errors import SettingError
+from penstock.errors import RunError, SettingError
 from penstock.losses.stage_loss import (
     LossOptions,
     StageLoss,
@@ -16,6 +16,7 @@ from penstock.losses.stage_loss import (
     total,
     zero_loss,
 )
+from penstock.values.deferred_checks import DeferredChecks
 
 CPU = torch.device("cpu")
 
@@ -219,3 +220,37 @@ def test_weights_are_prepared_once_and_only_where_there_is_a_loss_to_weigh():
     whole = batch_of(x, x, 1)
     StageLoss(functional.mse_loss, CPU, LossOptions(loss_on="batch")).prepare(whole)
     assert (without.loss_weights, whole.loss_weights) == (None, None)
+
+
+def unmasked(output, target):
+    """Return the sum over all tokens, divided by the number of those that are no padding."""
+    return output.square().sum() / (target >= 0).sum()
+
+
+@pytest.mark.parametrize("loss_weight", [None, lambda target: (target >= 0).sum()])
+def test_an_infinite_loss_of_weight_zero_is_refused(loss_weight):
+    """Its sum over padding counts in the loss of the batch, where the divisor is not 0."""
+    y = torch.tensor([1, 1, -1, -1])
+    stage_loss = StageLoss(unmasked, CPU, LossOptions(loss_weight=loss_weight))
+    for x, refused in ((torch.ones(4), True), (torch.tensor([1.0, 1.0, 0.0, 0.0]), False)):
+        batch = batch_of(x, y)
+        first = stage_loss.of(batch, 0, x[:2].clone().requires_grad_(), [])
+        assert (first.item(), batch.loss_weights) == (1.0, [1.0, 0.0])
+        second = x[2:].clone().requires_grad_()
+        if refused:
+            with pytest.raises(SettingError, match="the loss of micro-batch 1 is infinite, and"):
+                stage_loss.of(batch, 1, second, [])
+        else:
+            assert stage_loss.of(batch, 1, second, []).item() == 0.0
+
+
+def test_on_an_accelerator_an_infinite_loss_is_reported_later():
+    """To read it at once would make the host wait."""
+    checks = DeferredChecks(torch.device("meta"))
+    for step in range(5):
+        checks.begin(step)
+    stage_loss, batch = StageLoss(unmasked, CPU, checks=checks), batch_of(torch.ones(4), None)
+    batch.targets, batch.loss_weights = [torch.ones(2), -torch.ones(2)], [1.0, 0.0]
+    assert stage_loss.of(batch, 1, torch.ones(2, requires_grad=True), []).item() == 0.0
+    with pytest.raises(RunError, match="the loss of micro-batch 1 is infinite"):
+        checks.read()

@@ -81,6 +81,16 @@ def count_differs(number: int, expected: float, count: float | None) -> str:
     )
 
 
+def infinite_without_weight(number: int) -> str:
+    """Return the message for a sum other than 0 that is divided by 0."""
+    return (
+        f"the loss of micro-batch {number} is infinite, and its weight in the loss of the batch is "
+        "0: it divides a sum that is not 0 by a count of 0, so the part of this sum in the loss of "
+        "the batch is not known. Let the sum contain what the count counts, such as "
+        f"(loss * mask).sum() / mask.sum(). {WAYS_OUT}"
+    )
+
+
 def smoothing_without_weight(number: int) -> str:
     """Return the message for label smoothing over targets whose class weights are all 0."""
     return (

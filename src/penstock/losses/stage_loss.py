@@ -14,7 +14,7 @@ from penstock.errors import SettingError
 from penstock.losses.call import LossCall, one_number
 from penstock.losses.joint import JointLosses
 from penstock.losses.loss_weights import LossWeights
-from penstock.losses.messages import count_differs
+from penstock.losses.messages import count_differs, infinite_without_weight
 from penstock.losses.terms import same
 from penstock.values.deferred_checks import DeferredChecks
 from penstock.values.structure import map_tensors, tensors_of
@@ -98,6 +98,7 @@ class StageLoss:
         loss = self._sum_of_counted(batch, micro_batch, loss) if counted else one_number(loss)
         if weight == 0.0:
             # A weight of 0 would not remove a NaN, such as the mean over no tokens: 0 x NaN is NaN.
+            self._refuse_infinity(micro_batch, loss.detach())
             loss = zero_loss(value, loss)
         elif batch.loss_counts and not counted and self.options.loss_weight is None:
             self._weights.check(batch, micro_batch, loss)
@@ -161,6 +162,19 @@ class StageLoss:
             whole = sum(batch.loss_counts.values())
             batch.loss_weights = [1.0 / whole if whole else 0.0] * len(batch.inputs)
         return total
+
+    def _refuse_infinity(self, number: int, loss: Tensor) -> None:
+        """Refuse an infinite loss of a micro-batch of weight 0: a sum other than 0, divided by 0.
+
+        Such a sum counts in the loss of the batch, where the divisor is not 0.
+
+        Raises:
+            SettingError: the loss is infinite. On an accelerator see `_check_count`.
+        """
+        if self.checks is not None and self.checks.deferring:
+            self.checks.add(loss.isinf(), infinite_without_weight(number))
+        elif bool(loss.isinf()):
+            raise SettingError(infinite_without_weight(number))
 
     def _check_count(self, number: int, expected: float, count: Any) -> None:
         """Compare the count that a loss has returned with the expected one.
