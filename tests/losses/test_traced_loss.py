@@ -120,6 +120,17 @@ DIVISIBLE = {
     ).mean(),
     "sum of a stack": lambda model, s, y: torch.stack([summed(s, y), s.square().sum()]).sum(0),
     "with a constant": lambda model, s, y: summed(s, y) / count(y) + 0 * y.float().mean(),
+    "pairs of tokens": lambda model, s, y: torch.cdist(s, s).amax(2).mean(),
+    "products of samples": lambda model, s, y: torch.einsum("itd,itd->i", s, s).mean(),
+    "products of one operand": lambda model, s, y: torch.einsum("i...->i", s).square().mean(),
+    "attention to tokens": lambda model, s, y: (
+        functional.scaled_dot_product_attention(s, s, s).square().mean()
+    ),
+    "normalised features": lambda model, s, y: functional.layer_norm(s, (WORDS,)).exp().mean(),
+    "tokens by targets": lambda model, s, y: s[
+        torch.arange(len(s)), y.clamp(0, TOKENS - 1)[:, 0]
+    ].sum(),
+    "places by targets": lambda model, s, y: s[(y[:, 0] > 1).nonzero()[:, 0]].square().sum(),
     "another shape": lambda model, s, y: likelihood(s, y).view(1).squeeze(0).double().float(),
 }
 #: Losses with the number of samples as a constant: the model has a graph for each number.
@@ -247,6 +258,59 @@ REFUSED = {
     "differences of neighbours": (lambda model, s, y: (s - s.roll(1, 0)).abs().mean(), "roll over"),
     "a roll of all elements": (lambda model, s, y: (s - s.roll(1)).abs().mean(), "roll over"),
     "products with others": (lambda model, s, y: (s * s.flip(-1, 0)).sum(), "flip over samples"),
+    "rows of pairs": (
+        lambda model, s, y: (s.mean(1) @ s.mean(1).t()).mean(1).square().mean(),
+        "mean over samples",
+    ),
+    "nearest samples": (
+        lambda model, s, y: torch.cdist(s.mean(1), s.mean(1)).amax(1).mean(),
+        "amax over samples",
+    ),
+    "products with all samples": (
+        lambda model, s, y: (s.mean(1) @ s.mean(1).t() @ s.mean(1)).square().mean(),
+        "matmul over samples",
+    ),
+    "samples of the same target": (
+        lambda model, s, y: (s.mean((1, 2)) * (y[:, :1] == y[:, 0]).sum(1)).sum(),
+        "sum over samples",
+    ),
+    "products of pairs": (
+        lambda model, s, y: torch.einsum("itd,jtd->it", s, s).square().mean(),
+        "einsum over samples",
+    ),
+    "products with any dimensions": (
+        lambda model, s, y: torch.einsum("i...,j... -> i...", s, s).square().mean(),
+        "einsum over samples",
+    ),
+    "normalised over the batch": (
+        lambda model, s, y: (
+            functional.batch_norm(s[:, 0], None, None, training=True).square().mean()
+        ),
+        "batch_norm over samples",
+    ),
+    "attention to samples": (
+        lambda model, s, y: (
+            functional.scaled_dot_product_attention(*[s.transpose(0, 1)] * 3).square().mean()
+        ),
+        "scaled_dot_product_attention over samples",
+    ),
+    "samples by targets": (
+        lambda model, s, y: (s[:, 0] * s[y[:, 0].clamp(0, 1), 0]).sum(),
+        "index over samples",
+    ),
+    "gathered samples": (
+        lambda model, s, y: (s * s.gather(0, y.clamp(0, 1)[..., None].expand_as(s))).sum(),
+        "gather over samples",
+    ),
+    "selected samples": (
+        lambda model, s, y: (s * s.index_select(0, y[:, 0].clamp(0, 1))).sum(),
+        "index_select over samples",
+    ),
+    "by the number of a target": (
+        lambda model, s, y: (s.mean((1, 2)) / y[:, 0].clamp(0).bincount()[y[:, 0].clamp(0)]).sum(),
+        "index over samples",
+    ),
+    "taken elements": (lambda model, s, y: (s * s.take(y.clamp(0))[..., None]).sum(), "take over"),
     "shares in all targets": (
         lambda model, s, y: (s.mean((1, 2)) * y.abs().sum(1) / y.abs().sum()).sum(),
         "sum over samples",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
@@ -32,7 +33,38 @@ _ALONG = {
     "argsort": "dim",
     "flip": "dims",
     "roll": "dims",
+    "gather": "dim",
+    "index_select": "dim",
+    "take_along_dim": "dim",
 }
+#: Ops that combine values of all samples, along no dimension that an argument names.
+_OVER_ALL = frozenset(
+    {
+        "batch_norm",
+        "native_batch_norm",
+        "_native_batch_norm_legit",
+        "take",
+    }
+)
+#: Ops whose result are places in the order of the samples, and ops that keep these.
+_PLACES = frozenset({"arange", "nonzero", "nonzero_numpy"})
+_SAME_PLACES = frozenset(
+    {
+        "alias",
+        "clone",
+        "contiguous",
+        "expand",
+        "getitem",
+        "reshape",
+        "select",
+        "slice",
+        "squeeze",
+        "to",
+        "_to_copy",
+        "unsqueeze",
+        "view",
+    }
+)
 
 
 def check_single_samples(variant: Variant, reductions: Iterable[fx.Node]) -> None:
@@ -54,7 +86,7 @@ def check_single_samples(variant: Variant, reductions: Iterable[fx.Node]) -> Non
         node = waiting.pop()
         if not mixing.is_of_loss(node):
             continue
-        if mixing.reduces_samples(node) or mixing.moves_samples(node):
+        if mixing.mixes(node):
             raise UnknownForm(f"{op_name(node)} over samples, whose losses then depend on others")
         fresh = [used for used in node.all_input_nodes if used not in visited]
         visited.update(fresh)
@@ -73,12 +105,58 @@ class _Mixing:
             return False
         return not any(used in self._flow.weights for used in node.all_input_nodes)
 
+    def mixes(self, node: fx.Node) -> bool:
+        """Whether the result of an op for one sample depends on other samples."""
+        name = op_name(node)
+        if name in _OVER_ALL:
+            return any(map(self._sample_dims, node.all_input_nodes))
+        if name == "einsum":
+            return self._sums_over_samples(node)
+        if name == "index":
+            return self._chooses_samples(node)
+        if name == "scaled_dot_product_attention":
+            keys = _tensors(argument(node, "key", None))[0]
+            return self._domain.counts_samples(keys.shape[-2])
+        return self.reduces_samples(node) or self.moves_samples(node)
+
+    def _sums_over_samples(self, node: fx.Node) -> bool:
+        """Whether an index of samples in an einsum is not one of its result."""
+        terms, _, result = argument(node, "equation", "").replace(" ", "").partition("->")
+        for term, operand in zip(terms.split(","), argument(node, "tensors", ()), strict=True):
+            sizes = _tensors(operand)[0].shape
+            # "..." stands for the dimensions that have no index of their own.
+            front, dots, back = term.partition("...")
+            indices = front + "." * (len(sizes) - len(term) + len(dots)) + back
+            for index, size in zip(indices, sizes, strict=True):
+                if index not in result and self._domain.counts_samples(size):
+                    return True
+        return False
+
+    def _chooses_samples(self, node: fx.Node) -> bool:
+        """Whether an op takes samples from places that are computed otherwise than in order."""
+        value = _tensors(argument(node, "self", None))[0]
+        for size, index in zip(value.shape, argument(node, "indices", ()), strict=False):
+            if index is None or not self._domain.counts_samples(size):
+                continue
+            source = index
+            while op_name(source) in _SAME_PLACES:
+                source = source.args[0]
+            is_mask = _tensors(index)[0].dtype is torch.bool
+            if not is_mask and op_name(source) not in _PLACES:
+                return True
+        return False
+
     def reduces_samples(self, node: fx.Node) -> bool:
-        """Whether an op takes a value with samples and returns one without, as a mean over them."""
+        """Whether a value has more dimensions of samples than the result of an op on it.
+
+        A mean over samples takes one and leaves none. A sum over the rows of a matrix of pairs of
+        samples takes two and leaves one.
+        """
         name = op_name(node)
         if name in SHAPE_ALONE or name.startswith("sym_") or not _tensors(node):
             return False
-        return not self._has_samples(node) and any(map(self._has_samples, node.all_input_nodes))
+        left = self._sample_dims(node)
+        return any(self._sample_dims(used) > left for used in node.all_input_nodes)
 
     def moves_samples(self, node: fx.Node) -> bool:
         """Whether an op works along the dimension of the samples, as a cumulative sum does."""
@@ -91,11 +169,10 @@ class _Mixing:
         dims = [dims] if isinstance(dims, int) else list(dims)
         return any(self._domain.counts_samples(value.shape[dim]) for dim in dims)
 
-    def _has_samples(self, node: fx.Node) -> bool:
-        """Whether the number of samples shows in the shape of a value."""
-        return any(
-            self._domain.counts_samples(size) for tensor in _tensors(node) for size in tensor.shape
-        )
+    def _sample_dims(self, node: fx.Node) -> int:
+        """Return the number of dimensions of a value whose size follows the number of samples."""
+        counts = [sum(map(self._domain.counts_samples, tensor.shape)) for tensor in _tensors(node)]
+        return max(counts, default=0)
 
 
 def _tensors(node: fx.Node) -> list[Tensor]:
