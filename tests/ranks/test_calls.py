@@ -14,6 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from penstock.batches.batch import make_batch
+from penstock.batches.batch_parts import BatchPart
 from penstock.errors import RanksDiffer, SettingError
 from penstock.ranks.calls import END_OF_TRAIN, FIRST_BATCHES, ComparedCalls, unlike
 
@@ -96,6 +97,27 @@ def test_a_batch_that_a_layer_changes_in_place_is_no_difference():
     assert later.pending_check is None
     with pytest.raises(RanksDiffer, match="different batches"):
         one.verify(1, float(begun(other, X + 1, Y).checksum()), later)
+
+
+@pytest.mark.parametrize("parted", ["inputs", "targets", "both"])
+def test_parts_of_one_batch_are_no_difference(parted):
+    """Each rank has read other samples of it; only the order of all samples must be the same."""
+
+    def parts(value, rows, order):
+        return BatchPart(value[rows.start : rows.stop], rows, 8, order)
+
+    def batch(rows, order=7):
+        x = X if parted == "targets" else parts(X, rows, order)
+        return x, Y if parted == "inputs" else parts(Y, rows, order)
+
+    one, other = two_ranks()
+    early, late = begun(one, *batch(range(4))), begun(other, *batch(range(4, 8)))
+    one.verify(1, float(late.checksum()), early)
+    early, late = begun(one, *batch(range(4))), begun(other, *batch(range(4, 8), order=8))
+    with pytest.raises(
+        RanksDiffer, match=r"(?s)order 00000007 on rank 0.*order 00000008 on rank 1"
+    ):
+        one.verify(1, float(late.checksum()), early)
 
 
 OTHERS = {

@@ -30,7 +30,9 @@ class Collectives:
         """Fill what was received."""
         self.waited.append(transfer[0])
         source, tensor = transfer
-        tensor.copy_(self.sent[source][-1])
+        sent = self.sent[source][-1]
+        assert tensor.shape == sent.shape
+        tensor.copy_(sent)
 
 
 def world_of(rank, sent, arrivals):

@@ -91,6 +91,15 @@ def test_every_communicator_is_created_by_all_and_connected_by_its_ranks(calls):
         assert timeout >= timedelta(days=1), "torch's watchdog would end the process"
 
 
+def test_communicators_are_connected_by_tensors_on_the_device(calls):
+    """NCCL refuses tensors in host memory."""
+    device = torch.device("meta")
+    make_communicators([(Link(0, 1), False), (Link(1, 2), False)], 1, device, "everyone")
+    make_common_communicator(device, [0, 1])
+    transfers = [args[0] for name, args, _ in calls if name in ("isend", "irecv", "all_reduce")]
+    assert [tensor.device for tensor in transfers] == [device] * 3
+
+
 @pytest.mark.parametrize(("ranks", "belongs"), [([0, 1], True), ([2, 3], False)])
 def test_the_communicator_of_a_pipeline_is_for_its_ranks(calls, ranks, belongs):
     """Every process takes part in its creation, and only the pipeline's connect it."""

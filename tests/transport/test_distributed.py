@@ -682,6 +682,16 @@ def test_without_a_communicator_tensors_of_a_device_pass_through_host_memory(wor
     assert works[0].tensor.device.type == "cpu"
 
 
+def test_over_a_communicator_tensors_stay_on_their_device(works):
+    """NCCL reads and writes the memory of the device, without a copy of the host."""
+    groups = {(Link(1, 2), False): "to", (Link(0, 1), False): "from"}
+    transport = alone("meta", groups=groups)
+    transport.send(2, forward(0, stage=1), Payload.of(torch.ones(2, device="meta")), "s")
+    announce(transport, 0, forward(0), torch.ones(2), "s")
+    transport.post(0, forward(0), "s").wait()
+    assert [work.tensor.device.type for work in works] == ["meta", "meta"]
+
+
 def test_a_sent_view_is_resolved_and_packed(works):
     """The bytes in memory are sent, not those that a view reads."""
     transport = alone()

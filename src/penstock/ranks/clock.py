@@ -115,7 +115,7 @@ class EventClock:
         self,
         record: Callable[[], TimedEvent],
         host_s: Callable[[], float] = host_time,
-        captures: Callable[[], bool] = bool,
+        captures: Callable[[], bool] = lambda: False,
     ) -> None:
         self._record, self._host_s, self._captures = record, host_s, captures
         self._origin: _Origin | None = None

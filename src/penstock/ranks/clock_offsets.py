@@ -149,8 +149,10 @@ def ahead_at(readings: list[Reading], seconds: float) -> float:
     if not readings:
         return 0.0
     after = bisect([reading.at_s for reading in readings], seconds)
-    if after in (0, len(readings)):
-        return readings[min(after, len(readings) - 1)].ahead_s
+    if after == 0:
+        return readings[0].ahead_s
+    if after == len(readings):
+        return readings[-1].ahead_s
     early, late = readings[after - 1], readings[after]
     share = (seconds - early.at_s) / (late.at_s - early.at_s)
     return early.ahead_s + share * (late.ahead_s - early.ahead_s)

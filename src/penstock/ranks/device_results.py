@@ -77,14 +77,17 @@ class DeviceLosses:
     def _exchange(self, batch: Batch, numbers_of: Mapping[int, Sequence[int]]) -> list[_Row]:
         """Start to broadcast the losses of every rank."""
         rows: list[_Row] = []
+        # A single source sends the sum of its losses. Of several, each sends all of its losses, which
+        # every rank sums in the order of the micro-batches.
+        sends_sum = len(numbers_of) == 1
         for rank, numbers in numbers_of.items():
             if rank != self._rank:
-                count = 2 + len(numbers) if len(numbers_of) > 1 else 1
+                count = 1 if sends_sum else 2 + len(numbers)
                 row = torch.empty(count, dtype=torch.float64, device=self._collectives.device)
-            elif len(numbers_of) > 1:
-                row = _loss_message(batch, numbers)
-            else:
+            elif sends_sum:
                 row = sum_of_local(batch).double().reshape(1)
+            else:
+                row = _loss_message(batch, numbers)
             rows.append(_Row(numbers, row, self._collectives.broadcast(row, rank)))
         return rows
 

@@ -25,16 +25,9 @@ from penstock.ranks.store_status_board import StoreBoard
 from penstock.schedule.lower import Link, Message
 from penstock.schedule.op import Kind
 from penstock.shared_memory.segment import Segment
-from penstock.transport.communicators import (
-    LinkKey,
-    communicator_keys,
-)
+from penstock.transport.communicators import LinkKey, communicator_keys
 from penstock.transport.devices.device_collectives import DeviceCollectives
-from penstock.transport.distributed import (
-    LOSS_TAG,
-    MAX_IN_FLIGHT,
-    DistributedTransport,
-)
+from penstock.transport.distributed import LOSS_TAG, MAX_IN_FLIGHT, DistributedTransport
 from penstock.transport.hybrid import route
 from penstock.transport.payload import Header, Payload, TensorForm
 from penstock.transport.process_group import join, started
@@ -71,8 +64,9 @@ class DistributedWorld:
 
     If every rank has its own GPU, messages between stages and between replicas use NCCL, with one
     communicator per direction of a link, and one of all ranks for losses and norms, all made by the
-    constructor. All other messages, such as checkpoints, use gloo. Under NCCL a failure may leave weights that were
-    updated with garbage: the batch raises, and training must continue from a checkpoint.
+    constructor. All other messages, such as checkpoints, use gloo. Under NCCL a failure may leave
+    weights that were updated with garbage: the batch raises, and training must continue from a
+    checkpoint.
 
     Args:
         device: device of this rank, None to choose.
@@ -204,14 +198,7 @@ class DistributedWorld:
         """See `World.run`."""
         self._check_links()
         try:
-            try:
-                results = {self._rank: job(self._rank)}
-            except TransportLost as error:
-                reason = self._board.failure(patience_s=2.0) or _UNKNOWN_END
-                raise PeerFailed(self._rank, "its message to leave", reason) from error
-            # Over NCCL a job that received garbage ends without an error.
-            if self.receives_on_device:
-                self._check_links()
+            return {self._rank: self._result_of(job)}
         except BaseException as error:
             if isinstance(error, (StageFailed, DeadlineExceeded)):
                 # The reason may be that ranks have called different methods or have other batches.
@@ -223,7 +210,22 @@ class DistributedWorld:
             except (RanksDiffer, DeadlineExceeded) as reason:
                 raise reason from error
             raise
-        return results
+
+    def _result_of(self, job: Callable[[int], T]) -> T:
+        """Call `job` with this rank.
+
+        Raises:
+            PeerFailed, RanksDiffer, DeadlineExceeded: the links were closed meanwhile.
+        """
+        try:
+            result = job(self._rank)
+        except TransportLost as error:
+            reason = self._board.failure(patience_s=2.0) or _UNKNOWN_END
+            raise PeerFailed(self._rank, "its message to leave", reason) from error
+        # Over NCCL a job that received garbage ends without an error.
+        if self.receives_on_device:
+            self._check_links()
+        return result
 
     def abandon(self, error: BaseException) -> None:
         """See `World.abandon`."""

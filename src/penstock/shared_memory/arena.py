@@ -89,7 +89,10 @@ class Pool:
         """
         for _ in range(min(len(self.in_use), _MAX_SWEEP)):
             slot = self.in_use.popleft()
-            (self.in_use if slot.words[slot.state] else self.free).append(slot)
+            if slot.words[slot.state]:
+                self.in_use.append(slot)
+            else:
+                self.free.append(slot)
         return bool(self.free)
 
 

@@ -114,4 +114,5 @@ def key_of(payload: Payload) -> tuple[object, ...]:
 
 def _padded_bytes(form: TensorForm) -> int:
     """Return the bytes of a tensor, rounded up to whole cache lines."""
-    return -(-math.prod(form.packed_shape) * form.torch_dtype.itemsize // LINE) * LINE
+    nbytes = math.prod(form.packed_shape) * form.torch_dtype.itemsize
+    return -(-nbytes // LINE) * LINE

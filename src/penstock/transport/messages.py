@@ -45,9 +45,10 @@ def message_tag(message: Message, leaf: int) -> int:
     Micro-batch numbers wrap at 8,192; messages that far apart are never in flight together.
     """
     kind, stage, micro_batch = message
-    return (
-        ((stage << 13 | micro_batch % _MAX_MICRO_BATCHES) << 3) | _KINDS.index(kind)
-    ) << 5 | leaf
+    tag = stage
+    tag = tag << 13 | micro_batch % _MAX_MICRO_BATCHES
+    tag = tag << 3 | _KINDS.index(kind)
+    return tag << 5 | leaf
 
 
 def differ_in_strides_only(

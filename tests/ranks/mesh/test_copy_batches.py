@@ -108,11 +108,15 @@ def exchanging(batches, monkeypatch, rows):
         sent.append(row.tolist())
         for target, values in zip(received, rows, strict=True):
             target.copy_(row if values is None else torch.tensor(values))
+        return "work"
+
+    def wait_for(work, waited_for):
+        assert (work, waited_for) == ("work", "the batches of all copies of the pipeline")
 
     monkeypatch.setattr(f"{module}.all_gather", gather)
     monkeypatch.setattr(f"{module}.get_world_size", lambda _: len(rows))
     batches._all_processes, batches._batch_number = None, 0
-    batches.world.wait_for = lambda *_: None
+    batches.world.wait_for = wait_for
     return sent
 
 

@@ -98,6 +98,12 @@ class _Fork:
     errors: int
 
 
+def rank_command() -> list[str]:
+    """Return the command of a rank's process, without its arguments."""
+    # -P: a file in the working directory must not hide a module.
+    return [sys.executable, "-P", "-m", "penstock.ranks.processes.rank_process"]
+
+
 def serve(control: socket.socket, launcher: int) -> _Fork | None:
     """Fork ranks as they are requested, and report their exit statuses.
 
@@ -174,11 +180,10 @@ def _show_as_program(request: Request) -> None:
     there: `os.environ.clear` has removed all pointers of the C library to that memory.
     """
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    command = [sys.executable, "-P", "-m", "penstock.ranks.processes.rank_process"]
     names = [name for name in _RANK_VARIABLES if name in request["environment"]]
     names += [name for name in request["environment"] if name not in names]
     variables = [f"{name}={request['environment'][name]}" for name in names]
-    for place, texts in ((_ARG_START, command), (_ENV_START, variables)):
+    for place, texts in ((_ARG_START, rank_command()), (_ENV_START, variables)):
         start, end = int(fields[place]), int(fields[place + 1])
         content = b"\0".join(text.encode(errors="surrogateescape") for text in texts)
         if end > start:
@@ -205,9 +210,8 @@ def _run_rank(fork: _Fork) -> int:
     importlib.import_module("numpy").random.seed()
     if importlib.import_module("torch").cuda._is_in_bad_fork():
         # An import has initialised CUDA in the server, which a forked process cannot use.
-        command = [sys.executable, "-P", "-m", "penstock.ranks.processes.rank_process"]
-        files = [request["job"], request["result"]]
-        os.execv(sys.executable, [*command, *files, str(os.getppid())])  # noqa: S606 - our program
+        arguments = [request["job"], request["result"], str(os.getppid())]
+        os.execv(sys.executable, [*rank_command(), *arguments])  # noqa: S606 - our program
     return rank_process.main(Path(request["job"]), Path(request["result"]))
 
 

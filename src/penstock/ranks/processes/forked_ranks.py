@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Protocol
 
-from penstock.ranks.processes.fork_server import READY, Request
+from penstock.ranks.processes.fork_server import READY, Request, rank_command
 
 #: Variables that no library reads at import: they name the running test or command, or a folder that
 #: torch sets in the launcher, with its first optimizer, and reads whenever it uses it.
@@ -250,9 +250,11 @@ def start_rank(environment: dict[str, str], job: Path, result: Path) -> RankProc
     forked = FORK_SERVER.start(request, job.parent)
     if forked is not None:
         return forked
-    program = "penstock.ranks.processes.rank_process"
-    command = [sys.executable, "-P", "-m", program, str(job), str(result), str(os.getpid())]
-    return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)  # noqa: S603 - our program
+    return subprocess.Popen(  # noqa: S603 - our own program
+        [*rank_command(), str(job), str(result), str(os.getpid())],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+    )
 
 
 def search_path() -> list[str]:

@@ -68,19 +68,19 @@ class RunConfig:
         peaks = plan.predicted.peak_memory
         devices = plan.devices or range(len(peaks))
         return cls(
-            tuple(plan.lengths),
-            schedule,
-            plan.recompute,
-            plan.rule,
-            dict(plan.weights_options),
-            frozenset(plan.recomputed),
-            frozenset(plan.segment_starts),
-            tuple(sorted(plan.devices)),
-            plan.cluster_ranks,
-            plan.cluster_devices,
-            dict(zip(plan.schedule.programs, plan.predicted.busy_s, strict=False)),
+            lengths=tuple(plan.lengths),
+            schedule=schedule,
+            recompute=plan.recompute,
+            rule=plan.rule,
+            weights_options=dict(plan.weights_options),
+            recomputed=frozenset(plan.recomputed),
+            segment_starts=frozenset(plan.segment_starts),
+            devices=tuple(sorted(plan.devices)),
+            cluster_ranks=plan.cluster_ranks,
+            cluster_devices=plan.cluster_devices,
+            planned_busy_s=dict(zip(plan.schedule.programs, plan.predicted.busy_s, strict=False)),
             # In ascending order of devices, as `_on_devices` numbers the ranks.
-            tuple(peak for _, peak in sorted(zip(devices, peaks, strict=True))),
+            predicted_bytes=tuple(peak for _, peak in sorted(zip(devices, peaks, strict=True))),
         )
 
 

@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +126,7 @@ class Heartbeats:
         self._process = _start_process(rank, secret, address, limit_s)
         port = self._read_port(address)
         this_rank = RankAddress(socket.gethostname(), address, port, os.getpid())
-        store.set(f"heartbeat/{rank}", json.dumps(list(this_rank.__dict__.values())))
+        store.set(f"heartbeat/{rank}", json.dumps(astuple(this_rank)))
         self._ranks = {rank: this_rank}
         self._thread = threading.Thread(target=self._watch, name="penstock-heartbeats", daemon=True)
         self._thread.start()
@@ -411,8 +411,8 @@ def wait_for_keys(
         if missing and time.monotonic() > deadline_s:
             waited_s = time.monotonic() - started_s
             raise RunError(
-                f"{format_ranks(sorted(missing))} did not join the run within {waited_s:.0f} s. Look at the output "
-                "of their processes; deadline_s sets how long the others wait"
+                f"{format_ranks(sorted(missing))} did not join the run within {waited_s:.0f} s. Look at "
+                "the output of their processes; deadline_s sets how long the others wait"
             )
         if missing:
             _check_siblings(store, siblings, missing)
