@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from collections import OrderedDict, deque
 from functools import partial
 
@@ -430,3 +431,19 @@ def test_copies_of_modules_get_detached_copies_of_computed_tensors():
     copy = memo[id(keeper.last)]
     assert (copy.requires_grad, copy.tolist()) == (False, [3.0, 3.0])
     assert copy.data_ptr() != keeper.last.data_ptr()
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.complex64, torch.bfloat16, torch.complex128]
+)
+def test_a_change_of_a_weight_that_autograd_does_not_see_changes_its_mark(dtype):
+    """A change through `.data` leaves the version as it is. No part of a complex weight is lost."""
+    layer = nn.Module()
+    layer.changed, layer.same = (nn.Parameter(torch.ones(3, dtype=dtype)) for _ in range(2))
+    state = ModuleState([("layer", layer)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        before = state.weight_marks()
+        layer.changed.data[1] += 2j if dtype.is_complex else 2
+        changed = differing_names(before, state.weight_marks())
+    assert changed == ["layer.changed"]

@@ -233,8 +233,9 @@ def _digest(tensor: Tensor) -> Content:
 
 def _mark(tensor: Tensor) -> Content:
     """Return a value that differs after a tensor was replaced or changed."""
+    dtype = torch.complex128 if tensor.is_complex() else torch.float64
     try:
-        return id(tensor), tensor._version, repr(float(tensor.detach().sum(dtype=torch.float64)))
+        return id(tensor), tensor._version, repr(tensor.detach().sum(dtype=dtype).item())
     except (RuntimeError, NotImplementedError, TypeError):
         return id(tensor), tensor._version
 
