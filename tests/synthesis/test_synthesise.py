@@ -17,7 +17,7 @@ from penstock.schedule.catalogue import schedule
 from penstock.schedule.op import Kind
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import simulate_schedule
-from penstock.synthesis import exact
+from penstock.synthesis import exact, local
 from penstock.synthesis.bound import lower_bound, preemptive
 from penstock.synthesis.problem import Constraints
 from penstock.synthesis.synthesise import MOST_S, Settings, Synthesis, _run_all, synthesise
@@ -211,8 +211,14 @@ def test_a_limit_below_one_micro_batch_is_refused_with_what_is_needed():
         ({"memory_limit": (1, 2)}, "memory_limit has 2 entries, but there are 4 ranks"),
         ({"memory_limit": "2 GiB"}, "the costs carry no activation_bytes"),
         ({"budget_s": -1}, "budget_s of 0 seconds or more, not -1"),
+        ({"budget_s": True}, "budget_s of 0 seconds or more, not True"),
+        ({"budget_s": "5"}, "budget_s of 0 seconds or more, not '5'"),
+        ({"budget_s": math.nan}, "budget_s of 0 seconds or more, not nan"),
         ({"max_rounds": -1}, "max_rounds of 0 or more, not -1"),
+        ({"max_rounds": True}, "max_rounds of 0 or more, not True"),
         ({"seed": 0.5}, "seed of 0 or more, not 0.5"),
+        ({"memory_limit": True}, "memory_limit is above 0, not True"),
+        ({"memory_limit": math.nan}, "memory_limit is above 0, not nan"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(options, message):
@@ -426,6 +432,31 @@ def test_updates_run_early_where_ranks_hold_several_stages():
     at_end = simulate_schedule(replace(result.schedule, programs=moved), costs).makespan
     assert result.makespan < at_end
     verify(result.schedule)
+
+
+@pytest.mark.parametrize(("placement", "count"), [("v", 3), ("linear", 1)])
+def test_early_updates_are_tried_in_the_whole_pool_where_ranks_hold_several_stages(
+    monkeypatch, placement, count
+):
+    """The second shortest may then be the shortest; a rank with one stage updates it last in any
+    case.
+    """
+    costs = Costs(
+        forward=(1.0,) * 4, backward=(2.0,) * 4, update=(4.0, 0.0, 0.0, 4.0), transfer=2.0
+    )
+    options = Settings(placement=placement, split=False, budget_s=1000, max_rounds=0)
+    pool = [synthesise(costs, 2, options).schedule] * 3
+    tried = []
+
+    def schedules(self):
+        """Yield a pool of three, and record how many are taken of it."""
+        for member in pool:
+            tried.append(member)
+            yield member
+
+    monkeypatch.setattr(local.Search, "schedules", schedules)
+    synthesise(costs, 2, options)
+    assert len(tried) == count
 
 
 def test_the_bound_counts_the_limit_unless_the_best_schedule_moves_activations():
