@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from penstock.schedule.op import Schedule
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import simulate_schedule
@@ -45,3 +47,21 @@ def test_updates_of_copies_move_on_all_of_their_ranks_and_never_into_a_deadlock(
     rows = [row.split() for row in moved.splitlines()]
     orders = [[word for word in row if "U" in word] for row in rows]
     assert orders[0] == orders[1]
+
+
+@pytest.mark.parametrize(
+    ("makespans", "expected"),
+    [
+        ((10, 8, 9, 9), "2B0 2U1 1B0 0B0 1U1 0U1"),
+        ((10, 10, 9, 8), "2B0 1B0 1U1 0B0 0U1 2U1"),
+        ((10, 8, 7, 7), "2B0 2U1 1B0 1U1 0B0 0U1"),
+        ((10, 11, 10, 10), "2B0 1B0 0B0 2U1 1U1 0U1"),
+    ],
+)
+def test_a_moved_update_must_shorten_what_those_before_it_have_left(makespans, expected):
+    """Stage 2 is tried first, then 1 and 0; an equal makespan is no reason to move one."""
+    case = Schedule.parse("0F0 1F0 2F0 2B0 1B0 0B0 2U1 1U1 0U1")
+    seconds = iter(makespans)
+    moved = with_early_updates(case, lambda _: next(seconds))
+    assert [*seconds] == []
+    assert " ".join(map(str, moved.programs[0])) == f"0F0 1F0 2F0 {expected}"
