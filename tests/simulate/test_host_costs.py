@@ -100,6 +100,15 @@ def test_a_rank_of_a_cpu_hands_messages_over_itself():
     assert simulate_schedule(stage_costs, result).makespan > 4 * 16
 
 
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_messages_of_a_stream_take_as_long_as_those_of_one_batch(micro_batches):
+    """Every micro-batch of every batch sends one each way."""
+    _, batch = costs(a_profile(), "cpu", "1f1b", micro_batches=micro_batches)
+    _, stream = costs(a_profile(), "cpu", "pipedream", micro_batches=micro_batches, batches=5)
+    for name in ("forward", "backward", "transfer"):
+        assert getattr(stream, name) == pytest.approx(getattr(batch, name))
+
+
 def test_between_hosts_a_message_moves_beside_the_ops():
     """The rank pays for its part of the work alone, and the card has the message."""
     _, stage_costs = costs(a_profile(), "cpu", ranks_per_host=1)

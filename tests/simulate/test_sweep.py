@@ -133,6 +133,14 @@ def test_memory_of_many_follows_each_vector_s_bytes():
             "backward has 3 vectors, the fields before it have 2",
         ),
         (
+            {"forward": [1], "backward": [1, 2, 3]},
+            "backward has 3 vectors, the fields before it have 1",
+        ),
+        (
+            {"forward": [1, 2, 3], "update": 1.0, "backward": [1]},
+            "backward has 1 vectors, the fields before it have 3",
+        ),
+        (
             {"forward": [1, -2.0]},
             "forward has .*-2.0.*; seconds and bytes must be finite and not negative",
         ),
@@ -150,6 +158,15 @@ def test_a_schedule_without_ops_has_outcomes_of_0():
     """Empty in, empty out."""
     outcomes = simulate_many(Schedule(()), [Costs(), Costs()])
     assert outcomes.makespan.tolist() == outcomes.bubble_ratio.tolist() == [0, 0]
+
+
+def test_bubble_ratios_of_ranks_that_are_never_idle_are_never_negative():
+    """Busy seconds may exceed the makespan by rounding."""
+    forward = np.random.default_rng(1).random(200)
+    outcomes = simulate_many(schedule("1f1b", 1, 7), {"forward": forward})
+    assert (outcomes.busy[:, 0] > outcomes.makespan).any()
+    assert 0 <= outcomes.bubble_ratio.min() <= outcomes.bubble_ratio.max() < 1e-12
+    assert 0 <= outcomes.span_bubble_ratio.min() <= outcomes.span_bubble_ratio.max() < 1e-12
 
 
 @pytest.mark.parametrize("buffers", [True, False])
