@@ -207,8 +207,8 @@ def _rank_can_finish(spec: Spec, cap: Floats, done: Ints, rank: int) -> bool:
 
     They finish one after the other, the oldest first, since micro-batches of a route stay in order.
     Each needs memory on its later stages while it and all micro-batches behind it hold theirs. A
-    waiting W can run at once, so what I has left holds nothing. Other ranks do the same, so every
-    rank can be checked alone.
+    waiting W can run at once, so a micro-batch holds memory only until its I. The order is the same
+    on all ranks, so every rank can be checked alone.
     """
     first = spec.copies_of[rank, 0]
     for i in range(spec.copies_of.shape[1]):
