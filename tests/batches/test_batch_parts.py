@@ -154,3 +154,8 @@ def test_sizes_of_micro_batches_are_those_of_the_copies_and_part_of_the_signatur
     other = make_batch(BatchPart(x, range(4), 4, sizes=(3, 1)), None, 4, step=0, training=True)
     even = make_batch(BatchPart(x, range(4), 4), None, 2, step=0, training=True)
     assert len({uneven.signature, other.signature, even.signature}) == 3
+    part = BatchPart(x, range(4), 4, sizes=(1, 3))
+    for targets in (x, part):
+        with_targets = make_batch(part, targets, 4, step=0, training=True)
+        assert [len(rows) for rows in with_targets.inputs] == [1, 3]
+        assert [len(rows) for rows in with_targets.targets] == [1, 3]

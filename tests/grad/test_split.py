@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torch.utils.checkpoint import checkpoint
 
-from penstock.grad.split import input_grad, weight_grad
+from penstock.grad.split import PendingWeights, input_grad, weight_grad
 from penstock.tracing.materialise import materialise
 from penstock.tracing.traced_chain import chain
 from penstock.zoo.catalogue import model, models
@@ -308,6 +308,16 @@ def test_a_single_scalar_without_a_gradient_is_a_loss():
         torch.equal(p.grad, q.grad)
         for p, q in zip(module.parameters(), twin.parameters(), strict=True)
     )
+
+
+def test_of_several_outputs_those_without_a_gradient_have_no_part():
+    """Also numbers: only a single one is a loss."""
+    weight, x = nn.Parameter(torch.tensor(2.0)), torch.tensor(3.0, requires_grad=True)
+    outputs = [x * weight, x * weight * weight]
+    grads, pending = input_grad(outputs, [None, torch.tensor(10.0)], [x])
+    weight_grad(pending)
+    assert (grads[0].item(), weight.grad.item()) == (40.0, 120.0)
+    assert input_grad([], [], [x]) == ([None], PendingWeights())
 
 
 def test_inputs_that_reach_no_output_have_no_gradient():

@@ -59,8 +59,9 @@ def test_one_seed_is_one_state_of_both_generators():
     seed_host(5 + 2**32)
     python, numpy = draw()
     assert (python == first[0], numpy == first[1]) == (False, True)
-    seed_host(6)
-    assert all(new != old for new, old in zip(draw(), first, strict=True))
+    for other in (6, 5 + 2**31):
+        seed_host(other)
+        assert all(new != old for new, old in zip(draw(), first, strict=True))
 
 
 def test_a_state_without_numpy_is_that_of_python_alone(monkeypatch):

@@ -291,9 +291,12 @@ def test_hooks_keep_state_in_closures_and_objects():
     layer.register_forward_hook(Callable(own=1).method)
     layer.register_forward_hook(caller)
     layer.register_forward_hook(partial(partial(inner, 1), 2))
+    layer.register_forward_hook(Wrapper(partial(Wrapper(Callable(wrapped=1)), 1)))
     layer.register_forward_hook(nn.Identity())
     places = ModuleState([("layer", layer)]).places()
-    assert {name.partition(" of layer: ")[2] for name in places} == {"calls", "own", "seen"}
+    assert {name.partition(" of layer: ")[2] for name in places} == {
+        *("calls", "own", "seen", "wrapped")
+    }
     assert all(name.startswith("the hook ") for name in places)
     (closure,) = [place for name, place in places.items() if name.endswith("calls")]
     assert closure.get() is calls
@@ -302,6 +305,17 @@ def test_hooks_keep_state_in_closures_and_objects():
     (own,) = [place for name, place in places.items() if name.endswith("own")]
     own.set(7)
     assert own.get() == 7
+
+
+class Wrapper:
+    """A decorator of a user, which has the function in `func`, as `functools.partial` does."""
+
+    def __init__(self, func):
+        self.func = func
+
+    def __call__(self, *values):
+        """Call the function."""
+        return self.func(*values)
 
 
 class Callable:

@@ -223,6 +223,24 @@ def test_only_outputs_with_a_graph_want_a_gradient(trained):
     assert (module.weight.grad is not None) is trained
 
 
+@pytest.mark.parametrize("watched", [False, True])
+def test_a_backward_without_an_arriving_gradient_computes_nothing(watched, monkeypatch):
+    """The next stage has not used the output; also where backwards are watched for random numbers."""
+    module = nn.Linear(4, 4)
+    layers = StageLayers([StageLayer(0, "0", module)], CPU, 0)
+    stage = Stage(0, layers, Update.make(list(module.parameters()), None))
+    x, meter = torch.randn(3, 4), stage.activation_meter
+    monkeypatch.setattr(type(layers.draws), "watches_backward", watched)
+    for step in range(3):
+        batch = make_batch(x, x, 1, step=step, training=True)
+        stage.forward(batch, 0, None)
+        assert meter.now > 0
+        assert stage.backward(batch, 0, Payload.flat([None])).leaves == ()
+        assert meter.now == 0
+    assert stage._fast_path.bytes_by_form
+    assert module.weight.grad is None
+
+
 @pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize("outside", [False, True])
 def test_the_fast_path_builds_a_graph_in_mixed_precision_if_requested(mixed, outside):

@@ -221,15 +221,26 @@ def test_a_first_layer_that_changes_its_input_is_observed_on_copies():
     torch.testing.assert_close(loss, functional.mse_loss(plain(x.clone()), y).detach())
 
 
-def test_a_buffer_that_begins_to_move_later_is_refused():
-    """Buffers that change only after the first micro-batch are detected by their versions."""
+def replace_centre(layer):
+    """Put a tensor of the same version in the place of the buffer."""
+    other = layer.centre + 1.0
+    while other._version < layer.centre._version:
+        other.add_(0.0)
+    layer.centre = other
+
+
+@pytest.mark.parametrize("move", [lambda layer: layer.centre.add_(1.0), replace_centre])
+def test_a_buffer_that_begins_to_move_later_is_refused(move):
+    """Buffers that change only after the first micro-batch are detected by their identity and their
+    version.
+    """
 
     class Late(Centred):
         moves = False
 
         def forward(self, x):
             if self.moves:
-                self.centre.add_(1.0)
+                move(self)
             return self.inner(x)
 
     late = Late()

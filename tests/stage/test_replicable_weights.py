@@ -127,6 +127,15 @@ def test_a_table_with_max_norm_that_another_stage_uses_is_refused():
         pipeline(model, "1f1b", balance=[2, 1])
 
 
+def test_all_reasons_against_a_weight_of_two_stages_are_listed():
+    """Else a user would find the second one after removing the first."""
+    table = nn.Embedding(9, 4, max_norm=1.0)
+    table.weight.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3))
+    model = nn.Sequential(table, nn.Tanh(), Head(table.weight))
+    with pytest.raises(SettingError, match=r"(?s)0\.weight has a gradient hook.*has max_norm"):
+        pipeline(model, "1f1b", balance=[2, 1])
+
+
 def test_a_hook_on_a_weight_without_memory_is_refused():
     """The parameter that replaces it would not have the hook."""
     with torch.device("meta"):

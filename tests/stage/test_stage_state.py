@@ -197,6 +197,9 @@ def test_a_replica_is_no_home_and_owns_its_tensors_on_its_own_rank():
     placed = tied._assembly.placed
     last = placed.local[-1]
     assert set(owned_tensors(placed, last)) == {"4.bias"}
+    first = placed.local[0]
+    assert set(owned_tensors(placed, first)) == {"0.weight", "1.weight", "1.bias"}
+    assert set(owned_tensors(placed, first, 2)) == {"0.weight", "1.bias"}
 
 
 def test_replicas_gather_shared_tensors_with_the_home_which_alone_sends_them(monkeypatch):

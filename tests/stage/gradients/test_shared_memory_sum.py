@@ -253,6 +253,20 @@ def test_without_memory_on_one_rank_all_fall_back_to_messages(monkeypatch, caplo
     assert None not in areas, "memory may have become free"
 
 
+def test_files_of_segments_are_closed_when_all_have_opened_them(monkeypatch):
+    """The memory stays mapped; a run that changes its parameters often would run out of files."""
+    segments, make = [], Segment.make
+
+    def noting(size):
+        segments.append(make(size))
+        return segments[-1]
+
+    monkeypatch.setattr(Segment, "make", noting)
+    replicas, _ = replicas_of(2)
+    on_all(lambda replica: replica.sum.area(replica.parameters), replicas)
+    assert [segment.fd for segment in segments] == [-1, -1]
+
+
 def test_memory_that_cannot_be_opened_ends_the_run_with_both_ranks():
     """The other rank would wait for sums for ever."""
     replicas, _ = replicas_of(2)
