@@ -8,8 +8,10 @@ import random
 import pytest
 import torch
 
+from penstock.errors import RunError
 from penstock.grad.fingerprint import (
     Fingerprint,
+    check_equal,
     difference,
     difference_on_device,
     fingerprint,
@@ -225,3 +227,39 @@ def test_autocast_does_not_coarsen_fingerprints():
         assert difference([tensor], plain) is None
     assert rows.dtype is torch.float32
     assert torch.equal(rows, plain.rows[0])
+
+
+class Checks(list):
+    """Checks that are read later, or not."""
+
+    def __init__(self, *, deferring):
+        super().__init__()
+        self.deferring = deferring
+
+    def add(self, failed, message):
+        """Note a check."""
+        self.append((bool(failed), message))
+
+
+@pytest.mark.parametrize("deferring", [None, False, True])
+def test_differences_are_raised_at_once_unless_only_values_differ_and_checks_are_deferred(
+    deferring,
+):
+    """The host must not wait for a device; shapes and constants are known without waiting."""
+    checks = None if deferring is None else Checks(deferring=deferring)
+    expected = fingerprint([torch.ones(2), 3])
+
+    def check(*leaves):
+        check_equal(leaves, expected, checks, lambda text: RunError(f"here: {text}"))
+
+    check(torch.ones(2), 3)
+    for leaves in ([torch.ones(3), 3], [torch.ones(2), 4], [torch.ones(2)]):
+        with pytest.raises(RunError, match=r"^here: .* instead of "):
+            check(*leaves)
+    if deferring:
+        check(torch.zeros(2), 3)
+        assert checks == [(False, "here: other values"), (True, "here: other values")]
+        return
+    with pytest.raises(RunError, match=r"^here: other values, which differ by"):
+        check(torch.zeros(2), 3)
+    assert not checks
