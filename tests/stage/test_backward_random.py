@@ -1,4 +1,4 @@
-"""Random numbers that layers draw in a backward."""
+"""Random numbers of layers in a backward, see `penstock.stage.stage_random`."""
 
 from __future__ import annotations
 

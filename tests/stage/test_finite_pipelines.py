@@ -1,4 +1,4 @@
-"""Pipelines with a NaN or infinite loss or gradient: what is raised, skipped and logged."""
+"""Pipelines with a NaN or infinite loss or gradient, which `penstock.stage.finite_check` reports."""
 
 from __future__ import annotations
 

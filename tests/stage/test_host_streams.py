@@ -1,4 +1,4 @@
-"""Streams of Python's and NumPy's generators for the layers of a stage that draw from them."""
+"""Streams of Python's and NumPy's generators, see `penstock.stage.stage_random`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hooks on weights, spectral norms and sparse gradients in stages with copies."""
+"""What `penstock.stage.replica_check` refuses of weights: hooks, `max_norm` and sparse gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training with options: clipping, mixed precision, groups, accumulation and compiled stages."""
+"""Training with each option of `penstock.stage.training_options`, as on one device."""
 
 from __future__ import annotations
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from penstock.batches.batch import Batch
 from penstock.losses.stage_loss import StageLoss, total
@@ -163,7 +162,3 @@ class GraphBuilder:
         return self._activation_meter.measuring(
             form, inputs.tensors, self.layers.weights(), targets, final
         )
-
-    def modules(self) -> Iterator[nn.Module]:
-        """Yield all modules of the stage."""
-        return self.layers.modules()

@@ -111,16 +111,11 @@ class GradientLayout:
 
 def _dense_strides(tensor: Tensor) -> tuple[int, ...]:
     """Return the strides of a tensor if it fills its memory without gaps, else contiguous ones."""
-    # 0 is the answer "no two elements share memory"; others are 1, and 2 for "too hard to tell".
+    # 0 says that the tensor has neither gaps nor shared elements, in any order of dimensions, such as
+    # channels_last.
     if tensor.is_contiguous() or torch._debug_has_internal_overlap(tensor) != 0:
         return _contiguous_strides(tensor.shape)
-    span = 1 + sum(
-        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    )
-    # No gaps, in another order of dimensions, such as channels_last.
-    if span == tensor.numel():
-        return tuple(tensor.stride())
-    return _contiguous_strides(tensor.shape)
+    return tuple(tensor.stride())
 
 
 def _contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
