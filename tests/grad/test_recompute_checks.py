@@ -236,3 +236,31 @@ def test_a_tensor_that_occurs_twice_in_the_input_is_one_tensor_again():
     assert not second["mask"].requires_grad
     assert (second["factor"], second["none"]) == (3, None)
     torch.testing.assert_close(x.grad, (4 * torch.ones(3)).cos() * 24)
+
+
+class FailingOnce(nn.Module):
+    """A layer that fails in its second call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = [0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the exponential, unless this is the second call."""
+        self.calls[0] += 1
+        if self.calls[0] == 2:
+            raise KeyError("second")
+        return x.exp()
+
+
+def test_a_backward_after_a_failed_recomputation_is_refused():
+    """The input of the segment is gone; autograd may be asked to go on nevertheless."""
+    x = torch.ones(2, requires_grad=True)
+    output = run([Layer(4, FailingOnce())], x, {4}, unseeded).sum()
+    with pytest.raises(KeyError, match="second"):
+        output.backward(retain_graph=True)
+    with pytest.raises(
+        RunError, match=r"^layer 4: .* of the tensors saved then it computed nothing"
+    ):
+        output.backward()
+    assert x.grad is None

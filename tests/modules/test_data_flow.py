@@ -174,6 +174,15 @@ def test_a_layout_without_one_memory_counts_as_read():
     assert flow.names_in(sparse) == set()
 
 
+def test_a_write_to_a_layout_without_one_memory_counts_as_read():
+    """What was written into it may be read from it unnoticed."""
+    a, sparse = torch.ones(2, 2), torch.eye(2).to_sparse()
+    with DataFlow({"a": a, "sparse": sparse}) as flow:
+        sparse.mul_(a[0, 0])
+    assert flow.read_by_python == {"a"}
+    assert flow.written == set()
+
+
 def test_tensors_are_looked_for_in_objects_to_a_limited_depth():
     """Outputs may be of the user's classes; objects that refer to each other must end."""
     a = torch.ones(1)

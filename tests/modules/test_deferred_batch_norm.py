@@ -13,7 +13,13 @@ from torch import nn
 import penstock as ps
 from penstock.errors import SettingError
 from penstock.grad.buffers import Buffers
-from penstock.modules.deferred_batch_norm import DeferredBatchNorm, begin, convert, revert
+from penstock.modules.deferred_batch_norm import (
+    DeferredBatchNorm,
+    begin,
+    check_not_traced,
+    convert,
+    revert,
+)
 from penstock.modules.recomputing import PASSES
 
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
@@ -251,3 +257,23 @@ def test_a_layer_on_the_meta_device_gets_memory_by_its_reset():
     layer.reset_parameters()
     assert layer.batch_mean.tolist() == [0.0] * 3
     assert int(layer.batch_seen) == 0
+
+
+@pytest.mark.parametrize(
+    ("norm", "refused"),
+    [
+        (nn.BatchNorm2d(2), True),
+        (nn.BatchNorm1d(2, track_running_stats=False), False),
+        (nn.InstanceNorm1d(2), False),
+        (nn.LayerNorm(2), False),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_traced_model_with_batch_norms_that_would_be_deferred_is_refused(norm, refused):
+    """Its graph calls no modules; the message names the model and the layer."""
+    model = nn.Sequential(nn.Linear(1, 1), nn.Sequential(norm))
+    if not refused:
+        check_not_traced(model)
+        return
+    with pytest.raises(SettingError, match=r"and Sequential is traced: .* statistics of 1\.0 at"):
+        check_not_traced(model)

@@ -368,6 +368,22 @@ def test_the_first_replica_gathers_the_state_of_all(count):
     assert all(first.is_updated_here(parameter) for parameter in update.optimizer.state)
 
 
+def test_only_state_of_own_parameters_is_sent():
+    """A replica may have loaded the state of all; that of the others is old by now."""
+    replicas, exchange = shards_of([1, 1, 1], 3, sgd_of)
+    for rank, (shards, update, parameters) in enumerate(replicas):
+        for parameter in parameters:
+            current = shards.is_updated_here(parameter)
+            update.optimizer.state[parameter] = {"rank": rank, "current": current}
+    for shards, _, _ in reversed(replicas):
+        shards.gather_state()
+    assert not exchange._payloads
+    states = replicas[0][1].optimizer.state.values()
+    assert sorted((state["rank"], state["current"]) for state in states) == [
+        (rank, True) for rank in range(3)
+    ]
+
+
 def test_state_of_numbers_alone_is_gathered_without_a_message_of_tensors():
     """The text says it all."""
     replicas, exchange = shards_of([1, 1], 2, sgd_of)

@@ -127,6 +127,32 @@ def test_a_table_with_max_norm_that_another_stage_uses_is_refused():
         pipeline(model, "1f1b", balance=[2, 1])
 
 
+def test_a_hook_is_refused_where_micro_batches_are_cut_into_slices():
+    """It would see the gradient of each slice. Without a hook the schedule is taken."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 2))
+    sliced = ps.schedule("autopipe", 2, 4, sliced=1)
+    pipeline(model, sliced).close()
+    model[2].bias.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3))
+    with pytest.raises(
+        SettingError,
+        match=r"2\.bias has a gradient hook \(register_hook\) and autopipe cuts micro-batches",
+    ):
+        pipeline(model, sliced)
+
+
+@pytest.mark.parametrize("place", [0, 2])
+def test_only_layers_of_stages_with_copies_are_refused(place):
+    """The message names the stage and its ranks; a stage on one rank may have such layers."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 2))
+    model[place].weight.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3))
+    schedule = ps.schedule("1f1b", 2, 4, replicas=[1, 2])
+    if place == 0:
+        pipeline(model, schedule).close()
+        return
+    with pytest.raises(SettingError, match=r"stage 1 \(ranks 1, 2\): .*weight has a gradient hook"):
+        pipeline(model, schedule)
+
+
 def test_all_reasons_against_a_weight_of_two_stages_are_listed():
     """Else a user would find the second one after removing the first."""
     table = nn.Embedding(9, 4, max_norm=1.0)

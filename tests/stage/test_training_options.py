@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 from types import SimpleNamespace
 
@@ -12,7 +13,9 @@ from torch import nn
 
 import penstock as ps
 from penstock.errors import ScheduleError, SettingError
+from penstock.modules.deferred_batch_norm import DeferredBatchNorm
 from penstock.stage.training_options import TrainingOptions, parse_options
+from penstock.tracing.traced_chain import chain
 
 
 @pytest.mark.parametrize(
@@ -101,6 +104,23 @@ def test_an_asynchronous_schedule_takes_autocast_groups_and_schedulers():
     assert len(losses) == 6
     assert all(loss.isfinite() for loss in losses)
     assert scheduler.get_last_lr()[0] < 0.1 * 0.3
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_batch_norms_are_deferred_on_request_and_in_layers_alone(deferred):
+    """A traced model calls no modules, so its batch norms cannot be."""
+    options = TrainingOptions(deferred_batch_norm=deferred)
+    layers = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    converted = options.converted(chain(layers), 3)
+    norm = converted.modules[1]
+    assert type(norm) is (DeferredBatchNorm if deferred else nn.BatchNorm1d)
+    assert getattr(norm, "micro_batches", None) == (3 if deferred else None)
+    traced = dataclasses.replace(chain(layers), variants=object(), roots=(layers,))
+    if not deferred:
+        assert options.converted(traced, 3) is traced
+        return
+    with pytest.raises(SettingError, match=r"Sequential is traced: .* statistics of 1 at every"):
+        options.converted(traced, 3)
 
 
 MSE = nn.functional.mse_loss
