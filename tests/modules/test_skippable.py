@@ -193,6 +193,27 @@ def test_skips_that_do_not_match_are_listed(layers, says):
         with_skip_carriers(list(model.named_children()))
 
 
+def test_each_fault_of_skips_is_listed_once():
+    """In the order of the layers, and last what is never popped."""
+    model = nn.Sequential(
+        declared(stashes=["a", "b"], pops=["b"]),
+        declared(stashes=["a", "c"], pops=["d"]),
+        declared(pops=["a"]),
+        declared(pops=["a", "b"]),
+    )
+    with pytest.raises(TypeError) as caught:
+        verify_skippables(model)
+    assert str(caught.value).split("\n  * ") == [
+        "one or more pairs of stash and pop do not match:",
+        "'0' declared 'b' both as stashable and as poppable",
+        "'1' redeclared 'a' as stashable but not isolated by namespace",
+        "'1' declared 'd' as poppable but it was not stashed",
+        "'3' redeclared 'a' as poppable but not isolated by namespace",
+        "'3' declared 'b' as poppable but it was not stashed",
+        "no module declared 'c' as poppable but stashed",
+    ]
+
+
 def test_one_name_twice_is_two_skips_in_two_namespaces():
     """Blocks of a network are created in a loop."""
     one, other = Namespace(), Namespace()
