@@ -153,6 +153,23 @@ def test_an_error_in_the_backward_leaves_no_hook_behind():
     assert torch.equal(before, torch.ones(3, 4) @ module.a.weight)
 
 
+def test_an_error_in_the_weight_part_leaves_no_gradients_behind():
+    """Those that were captured at a node would replace others that arrive there later."""
+    x, weight = torch.ones(2, requires_grad=True), nn.Parameter(torch.ones(2))
+    output = x + weight
+
+    def fail(grad):
+        raise KeyError
+
+    _, pending = input_grad([output], [torch.ones(2)], [x])
+    hook = weight.register_hook(fail)
+    with pytest.raises(KeyError):
+        weight_grad(pending)
+    hook.remove()
+    (grad,) = torch.autograd.grad(output, [weight], torch.full((2,), 5.0))
+    assert grad.tolist() == [5.0, 5.0]
+
+
 def test_reentrant_checkpoints_are_refused_by_torch_with_the_alternative():
     """They do not support a partial backward; torch's message names the other kind, which does."""
     run = Run.of(

@@ -211,6 +211,17 @@ def test_parameters_are_trained_as_in_the_model(trained):
     assert values["weight"].abs().max() <= 0.5**0.5
 
 
+def test_methods_may_write_trained_parameters_in_place():
+    """As under `torch.no_grad`, in which a constructor would do it."""
+
+    class Direct(nn.Linear):
+        def reset_parameters(self):
+            self.weight.fill_(2.0)
+
+    (value,) = values_of(on_meta(lambda: Direct(1, 1, bias=False)), "weight").values()
+    assert (value.item(), value.requires_grad, value.is_leaf) == (2.0, True, True)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.complex64, torch.int64, torch.uint8])
 def test_values_of_any_dtype_that_no_method_has_set_are_noticed(dtype):
     """One element that was left out makes a floating-point tensor unset."""
