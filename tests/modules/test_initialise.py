@@ -211,12 +211,12 @@ def test_parameters_are_trained_as_in_the_model(trained):
     assert values["weight"].abs().max() <= 0.5**0.5
 
 
-def test_methods_may_write_trained_parameters_in_place():
-    """As under `torch.no_grad`, in which a constructor would do it."""
+def test_init_weights_may_write_trained_parameters_in_place():
+    """The transformers library calls it under `torch.no_grad`."""
 
     class Direct(nn.Linear):
-        def reset_parameters(self):
-            self.weight.fill_(2.0)
+        def _init_weights(self, module):
+            module.weight.fill_(2.0)
 
     (value,) = values_of(on_meta(lambda: Direct(1, 1, bias=False)), "weight").values()
     assert (value.item(), value.requires_grad, value.is_leaf) == (2.0, True, True)

@@ -184,6 +184,25 @@ def test_a_form_takes_the_fast_path_if_its_first_forward_needed_nothing_else(cha
     assert path.bytes_by_form == ({"b": 48} if enabled else {})
 
 
+@pytest.mark.parametrize("sides", [False, True])
+def test_a_form_leaves_the_fast_path_with_its_first_side_loss(sides):
+    """Later micro-batches must be measured with the graphs of their side losses; other forms stay."""
+
+    def run(batch, number, value, state):
+        if sides:
+            side_loss(value.sum())
+        return value * 2
+
+    layers = SimpleNamespace(device=CPU, run=run)
+    path = FastPath(SimpleNamespace(layers=layers, mixed=False, loss=None, reach=None), None)
+    path.bytes_by_form = {"a": 8, "b": 16}
+    batch = SimpleNamespace(inputs=[torch.ones(2)], forms=["a"])
+    saved, output = path.forward(batch, 0, None, 8)
+    assert path.bytes_by_form == ({"b": 16} if sides else {"a": 8, "b": 16})
+    assert saved.size == 8
+    assert (output.structure == "") is not sides
+
+
 def test_an_error_on_the_fast_path_leaves_no_collector_of_side_losses():
     """A side loss of the next model would go to the failed forward."""
     builder = SimpleNamespace(layers=SimpleNamespace(device=CPU), mixed=False, loss=None)
