@@ -174,6 +174,19 @@ def test_a_layout_without_one_memory_counts_as_read():
     assert flow.names_in(sparse) == set()
 
 
+def test_ops_without_a_schema_are_followed_by_what_they_read():
+    """Such as torch's higher-order ops: nothing says what they write."""
+
+    def double(x):
+        return 2 * x
+
+    a = torch.ones(1)
+    flow = DataFlow({"a": a})
+    output = flow.__torch_dispatch__(double, (), (a,))
+    assert flow.names_in(output) == {"a"}
+    assert flow.written == set()
+
+
 def test_a_write_to_a_layout_without_one_memory_counts_as_read():
     """What was written into it may be read from it unnoticed."""
     a, sparse = torch.ones(2, 2), torch.eye(2).to_sparse()
@@ -197,6 +210,9 @@ def test_tensors_are_looked_for_in_objects_to_a_limited_depth():
     assert flow.names_in(Holder(nested)) == set()
     ring = Holder(None)
     ring.content = ring
+    assert flow.names_in(ring) == set()
+    ring = UserDict()
+    ring["self"] = ring
     assert flow.names_in(ring) == set()
     assert flow.names_in(nn.ParameterList([output])) == set(), "modules of torch are not searched"
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from inspect import isclass, isfunction, ismodule
 from types import CodeType, FunctionType
@@ -106,9 +106,9 @@ class _Reader:
             return self.read(value.fget)
         return _draws(value)
 
-    def _function(self, function: Callable[..., Any]) -> bool:
+    def _function(self, function: FunctionType) -> bool:
         """Return whether a user's function may draw, itself or by what it refers to."""
-        if not isinstance(function, FunctionType) or _is_library(function.__module__):
+        if _is_library(function.__module__):
             return False
         names = set(names_of_code(function.__code__))
         # Both `import random` and the attribute of `np.random` mention this name.
