@@ -73,6 +73,7 @@ def random_layers(rng: random.Random) -> nn.Sequential:
         lambda: [nn.Linear(WIDTH, WIDTH)],
         lambda: [nn.Tanh()],
         lambda: [nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True)],
+        lambda: [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))],
         lambda: [Pair(), Unpair()],
         lambda: [Penalised(WIDTH, WIDTH)],
         lambda: [copy.deepcopy(frozen)],
