@@ -169,3 +169,28 @@ def test_a_stage_without_weights_streams_too():
     pipe = pipeline(balance=(1, 1, 4), trap=None)
     assert len(list(pipe.train(batches(5)))) == 5
     assert pipe.weight_versions[1] == 1
+
+
+def test_gradients_are_dropped_when_all_batches_in_flight_are_done():
+    """A loop written for one device calls `zero_grad` after every batch. In mid-stream that would
+    drop a part of the gradients of later batches.
+    """
+    results = []
+    for call in ("zero_grad", "flush"):
+        pipe = pipeline()
+        losses = []
+        for loss in pipe.train(batches(8)):
+            losses.append(float(loss))
+            if len(losses) == 3:
+                getattr(pipe, call)()
+        results.append((losses, pipe.state_dict()))
+    torch.testing.assert_close(*results, rtol=0, atol=0)
+
+
+def test_accumulated_gradients_of_a_stream_without_an_optimizer_are_dropped():
+    """The caller updates the weights between the batches."""
+    pipe = pipeline(optimizer=None)
+    list(pipe.train(batches(3)))
+    assert all(parameter.grad is not None for parameter in pipe.parameters())
+    pipe.zero_grad()
+    assert all(parameter.grad is None for parameter in pipe.parameters())

@@ -326,8 +326,9 @@ class Pipeline(Optimizing, ModelState, Saving, Inspection):
         return value if self._copies is None else self._copies.outputs_of_copy(value)
 
     def zero_grad(self) -> None:
-        """Drop the gradients of the local stages."""
+        """Drop the gradients of the local stages, after all batches in flight are done."""
         self._world.calls.enter("zero_grad")
+        self._settle()
         self._accumulated = 0
         self._player.zero()
 
