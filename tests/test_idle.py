@@ -178,3 +178,25 @@ def test_an_op_that_moves_activations_waits_for_them():
     ]
     timeline = Timeline.of(events, 2, 2, source="measured")
     assert parts(timeline, 1) == [(0.0, 1.0, "n"), (1.0, 3.0, "l")]
+
+
+def test_links_are_in_the_order_of_the_ranks():
+    """Rank 10 comes after rank 2, and hosts have the order of their first ranks."""
+    events = []
+    for rank in (10, 2, 0):
+        events += [
+            Event(rank, op(f"{rank}F0"), 0.0, 1.0),
+            Event(rank, op(f"{rank}F0"), 1.0, 2.0, 1, 11),
+        ]
+        events.append(Event(rank, op(f"{rank}F1"), 1.0, 2.0, 1, 1))
+    timeline = Timeline.of(events, 12, 12, source="measured")
+    links = [(row.source, row.target) for row in link_traffic(timeline)]
+    assert links == [(0, 1), (0, 11), (2, 1), (2, 11), (10, 1), (10, 11)]
+    hosts = dataclasses.replace(timeline, hosts=("z", "z", "a", *"bbbbbbbbb"))
+    rows = link_traffic(hosts, by_host=True)
+    assert [(row.source, row.target) for row in rows] == [
+        ("z", "b"),
+        ("a", "z"),
+        ("a", "b"),
+        ("b", "z"),
+    ]

@@ -198,7 +198,7 @@ def link_traffic(
     *,
     by_host: bool = False,
 ) -> tuple[LinkTraffic, ...]:
-    """Return the messages between ranks, by sender and receiver.
+    """Return the messages between ranks, by sender and receiver, in the order of the ranks.
 
     Args:
         timeline: the timeline.
@@ -208,7 +208,7 @@ def link_traffic(
     """
     if by_host and len(timeline.hosts) != timeline.ranks:
         return ()
-    name = timeline.hosts if by_host else range(timeline.ranks)
+    name: Sequence[int | str] = timeline.hosts if by_host else range(timeline.ranks)
     transfers: dict[tuple[int | str, int | str], list[Event]] = defaultdict(list)
     for event in timeline.events:
         if event.to_rank is not None:
@@ -219,9 +219,10 @@ def link_traffic(
             ends = name[interval.transfer.rank], name[interval.rank]
             waited[ends] += interval.end - interval.start
     rows: list[LinkTraffic] = []
-    for (source, target), events in sorted(transfers.items(), key=lambda item: str(item[0])):
+    for source, target in sorted(transfers, key=lambda link: [name.index(end) for end in link]):
         if by_host and source == target:
             continue
+        events = transfers[source, target]
         total = sum(event.bytes for event in events)
         busy = _covered_seconds(events)
         rows.append(LinkTraffic(source, target, len(events), total, busy, waited[source, target]))
