@@ -102,7 +102,8 @@ def random_placed(rng, stages, ranks, layers):
         rows = rng.integers(0, 5, (stages, layers))
         return np.concatenate([np.zeros((stages, 1)), np.cumsum(rows, axis=1)], axis=1)
 
-    links = rng.integers(0, 5, layers + 1).astype(float)
+    # In half of the cases links are often the busiest.
+    links = rng.integers(0, 5, layers + 1) * rng.choice([1.0, 3.0])
     return Placed(prefix_sums(), prefix_sums(), links, rng.integers(3, 16, ranks).astype(float))
 
 
@@ -138,7 +139,7 @@ def tight_bounds(rng, placed, ends):
     return limits, busiest - rng.integers(0, 2), loads.max() - rng.integers(-1, 2)
 
 
-@settings(max_examples=50)
+@settings(max_examples=100)
 @given(SEEDS, st.integers(1, 3), st.integers(0, 2))
 def test_a_v_within_bounds_is_recognised_whether_stages_may_be_empty_or_not(seed, ranks, spare):
     """`peel` ignores links and allows empty stages; `fold` does neither."""
@@ -178,8 +179,10 @@ def test_a_v_of_equal_stages_keeps_bounds_that_no_other_v_keeps():
         assert np.flatnonzero(np.diagonal(reached[-1])).tolist() == [4] * exists
 
 
-@settings(max_examples=40)
-@given(SEEDS, st.integers(1, 4), st.integers(0, 3), st.sampled_from([(0, 0), (1, 0), (2, 3)]))
+@settings(max_examples=100)
+@given(
+    SEEDS, st.integers(1, 4), st.integers(0, 3), st.sampled_from([(0, 0), (1, 0), (0, 2), (2, 3)])
+)
 def test_a_window_is_shared_as_well_as_its_best_cut(seed, stages, spare, weights):
     """Ranks have loads from outside, a link within a rank costs nothing, and bounds hold."""
     rng = np.random.default_rng(seed)
@@ -188,7 +191,11 @@ def test_a_window_is_shared_as_well_as_its_best_cut(seed, stages, spare, weights
     placed = random_placed(rng, stages, stages, layers)
     others = RankLoads(*(rng.integers(0, 4, stages).astype(float) for _ in range(3)))
     others.links[rng.random(stages) < 0.3] = -inf
-    bound = float(rng.integers(4, 20))
+    inner = rng.choice(np.arange(first + 1, last), stages - 1, replace=False)
+    edges = list(pairwise([first, *np.sort(inner).tolist(), last]))
+    unlimited = placed._replace(limits=np.full(stages, inf))
+    # A bound that some cut keeps exactly, or just not.
+    bound = value_of(unlimited, others, edges, (0, 0, inf), stages) - rng.integers(-1, 2)
     best = {}
     for count in range(1, stages + 1):
         for cuts in combinations(range(first + 1, last), count):

@@ -205,6 +205,21 @@ def test_the_first_rank_of_1f1b_takes_fewer_layers_where_activations_bind():
     assert lengths == [1, 2, 2, 3]
 
 
+@pytest.mark.parametrize("seed", range(30))
+def test_limits_in_fractions_of_bytes_are_kept_exactly(seed):
+    """A cut that needs just its limits fits, and none fits that needs a rounding error more."""
+    rng = np.random.default_rng(seed)
+    layer_bytes = rng.choice([0.1, 0.2, 0.3, 0.7, 1.1], 8)
+    ends = np.sort(rng.choice(np.arange(1, 8), 2, replace=False)).tolist()
+    cut = np.diff([0, *ends, 8]).tolist()
+    limits = np.array(bytes_per_stage(cut, layer_bytes, [0] * 8, [1] * 3))
+    assert limited([1] * 8, None, layer_bytes, [0] * 8, [1] * 3, limits) is not None
+    less = np.nextafter(limits, 0.0)
+    lengths = limited([1] * 8, None, layer_bytes, [0] * 8, [1] * 3, less)
+    if lengths is not None:
+        assert (bytes_per_stage(lengths, layer_bytes, [0] * 8, [1] * 3) <= less).all()
+
+
 def test_transfers_overlap_the_computation_unless_they_may_not():
     """A link of 8 s between two stages of 8 s is hidden; without overlap each stage takes 16 s."""
     numbers = [4] * 4, [1, 8, 1], NOTHING, NOTHING, [1, 1], [9, 9]

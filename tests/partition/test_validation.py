@@ -139,6 +139,10 @@ def test_rows_are_one_for_all_stages_or_one_for_each():
     with pytest.raises(PartitionError) as caught:
         rows_of(np.ones((2, 4)), "x", 3, 4)
     assert str(caught.value) == "x: has the shape (2, 4); it must be (4,) or (3, 4)"
+    with pytest.raises(
+        PartitionError, match=r"has the shape \(4, 4\); it must be \(4,\) or \(3, 4\)"
+    ):
+        rows_of(np.ones((4, 4)), "x", 3, 4)
     bad = np.array([[1.0, 2.0], [3.0, -1.0]])
     with pytest.raises(PartitionError, match=r"^x\[1\]: entry 1 is -1.0"):
         rows_of(bad, "x", 2, 2)

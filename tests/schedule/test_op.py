@@ -112,6 +112,12 @@ def test_facts_of_a_schedule_follow_from_where_ops_stand():
     assert not Schedule.parse("0F0 0B0 0U1").splits_backward
 
 
+def test_the_ranks_of_a_boundary_are_those_of_the_two_forwards_of_each_micro_batch():
+    """Micro-batch 1 is on the second copy of stage 0."""
+    schedule = Schedule.parse("0F0 0F2 0B0 0B2\n0F1 0B1\n1F0 1F1 1F2 1B0 1B1 1B2")
+    assert schedule.boundary_ranks(0) == [(0, 2), (1, 2), (0, 2)]
+
+
 def test_a_schedule_without_ops_has_no_stages_and_no_micro_batches():
     """Empty is a value too: counting must not fail before verify can say what is wrong."""
     empty = Schedule(())

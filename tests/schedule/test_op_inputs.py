@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from tests.simulate.slow import rich_schedules
 
 from penstock.errors import ScheduleError
-from penstock.schedule.op import Schedule
+from penstock.schedule.op import ACTIVATION_MOVES, Kind, Schedule
 from penstock.schedule.op_inputs import OpInputs, number_keys
+from penstock.schedule.rules import needs
 
 TWO_RANKS = "0F0 0B0 0U1\n1F0 1B0 1U1"
 
@@ -34,6 +37,48 @@ def test_a_value_within_a_rank_has_a_source_but_no_link():
     assert by_op(inputs, inputs.source) == {"1F0": "0F0", "0B0": "1B0"}
     assert len(inputs.links) == 0
     assert (inputs.link == -1).all()
+
+
+@settings(max_examples=40)
+@given(rich_schedules(3))
+def test_inputs_and_consumers_are_those_of_the_rules_op_by_op(schedule):
+    """Pairs, slices, copies and evictions too. An input on the own rank is left out if it precedes
+    the op in its program, but not if the two are a pair, which starts together.
+    """
+    inputs, ops = OpInputs(schedule), schedule.ops
+    ranks = inputs.ops.rank.tolist()
+    row_of = {(rank, op): row for row, (rank, op) in enumerate(zip(ranks, ops, strict=True))}
+    row_of_op = {op: row for (_, op), row in row_of.items() if op.kind not in ACTIVATION_MOVES}
+    consumers, sources, waits = {}, {}, {row: set() for row in range(len(ops))}
+    for row, (rank, op) in enumerate(zip(ranks, ops, strict=True)):
+        if op.kind in ACTIVATION_MOVES:
+            owner = schedule.placement[op.stage, op.micro_batch]
+            if owner != rank:
+                sender, receiver = row_of[owner, op], row
+                if op.kind is Kind.L:
+                    sender, receiver = receiver, sender
+                consumers[sender] = receiver
+                waits[receiver].add(sender)
+            continue
+        for alternatives in needs(op, schedule.stages, schedule.slicing):
+            (other,) = (row_of_op[other] for other in alternatives if other in row_of_op)
+            if ranks[other] != rank or other > row or (ops[other], op) in schedule.pairs:
+                waits[row].add(other)
+            if ops[other].stage != op.stage:
+                sources[row] = other
+                if ranks[other] != rank:
+                    consumers[other] = row
+    columns = (inputs.first, inputs.second, inputs.source, inputs.consumer)
+    for row, (*both, source, consumer) in enumerate(zip(*map(list, columns), strict=True)):
+        assert (sorted(waits[row])) == sorted(other for other in both if other >= 0)
+        assert (source, consumer) == (sources.get(row, -1), consumers.get(row, -1))
+        if consumer >= 0:
+            assert inputs.links[inputs.link[row]].tolist() == [ranks[row], ranks[consumer]]
+        else:
+            assert inputs.link[row] == -1
+    assert len(inputs.links) == len(
+        {(ranks[row], ranks[other]) for row, other in consumers.items()}
+    )
 
 
 def test_an_op_whose_input_no_rank_runs_is_refused_by_name():

@@ -67,6 +67,44 @@ def test_what_lacks_is_found_with_the_op_that_reads_it():
     )
 
 
+def test_an_older_version_that_is_dropped_is_found_once_at_the_forward():
+    """The backward reads it too; a second finding would say nothing new."""
+    rule = WeightRule(
+        "mine",
+        lambda p: Reads(p.at_forward, max(p.at_forward - 1, 0)),
+        synchronous=False,
+        source="a test",
+    )
+    versions, findings = held("0F0 0B0 0U1 0F1 0B1 0U2", rule)
+    assert (versions, [finding.op for finding in findings]) == ([1], ["0F1"])
+    assert "reads version 0 of stage 0, which has been dropped (kept: 1)" in findings[0].message
+
+
+@pytest.mark.parametrize(
+    ("facts", "ahead", "refused"),
+    [({"one_version": True}, 1, []), ({"one_version": True}, 0, ["0F3"]), ({}, 1, [])],
+)
+def test_an_older_version_of_a_rule_with_one_is_read_only_as_a_prediction(facts, ahead, refused):
+    """An update comes between the two forwards of batch 1; other rules keep the version."""
+    rule = WeightRule(
+        "mine",
+        lambda p: Reads(p.batch_at_forward, p.at_backward, forward_ahead=ahead),
+        synchronous=False,
+        source="a test",
+        **facts,
+    )
+    _, findings = held("0F0 0F1 0B0 0F2 0B1 0U1 0F3 0B2 0B3 0U2", rule, size=2)
+    assert [finding.op for finding in findings] == refused
+
+
+def test_micro_batches_that_the_rule_refuses_are_left_out():
+    """The caller reports the refusals; the others are counted."""
+    rows = [list(with_batches(Schedule.parse("0F0 0F1 0B0 0U1 0B1 0U2").programs[0], 1))]
+    trace, rule = trace_versions(rows, 1), weight_rule("stash")
+    reads = {1: rule.reads(trace.place(0, 1))}
+    assert count_versions(rows, trace, [reads], rule) == ([2], [])
+
+
 def test_a_prediction_is_made_from_the_version_at_the_first_forward_of_its_batch():
     """Of a rule with one version, an older one that no prediction was made from is gone."""
 

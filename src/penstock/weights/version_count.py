@@ -105,7 +105,7 @@ class _VersionCounter:
 
     def _check(self, rank: int, op: Op, copy: _WeightCopy, version: int) -> None:
         """Add a finding if a version that an op reads is neither kept nor predicted."""
-        if version in copy.versions or (self.rule.one_version and self._is_predicted(op, version)):
+        if version in copy.versions or (op.kind is Kind.F and self._is_predicted(op, version)):
             return
         if version > copy.newest:
             reason = f"where the newest is {copy.newest}: another update has to come before the op"
@@ -122,12 +122,10 @@ class _VersionCounter:
         self.findings.append(Finding("weights", message, rank, str(op)))
 
     def _is_predicted(self, op: Op, version: int) -> bool:
-        """Return whether the op reads a prediction that was made from this version."""
-        reads = self.reads[op.stage][op.micro_batch]
+        """Return whether a forward reads a prediction that was made from this version."""
+        predicts = self.reads[op.stage][op.micro_batch].forward_ahead > 0
         share = self.trace.share(op.stage, op.micro_batch)
-        if op.kind is Kind.F:
-            return reads.forward_ahead > 0 and version == share.at_forward
-        return reads.backward_ahead > 0 and version == share.at_backward
+        return self.rule.one_version and predicts and version == share.at_forward
 
 
 def count_versions(
