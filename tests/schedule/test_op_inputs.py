@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from tests.simulate.slow import rich_schedules
 
 from penstock.errors import ScheduleError
-from penstock.schedule.op import ACTIVATION_MOVES, Kind, Schedule
+from penstock.schedule.op import ACTIVATION_MOVES, Kind, Op, Schedule
 from penstock.schedule.op_inputs import OpInputs, number_keys
 from penstock.schedule.rules import needs
 
@@ -85,6 +87,38 @@ def test_an_op_whose_input_no_rank_runs_is_refused_by_name():
     """Else it would wait for ever, or start without its input."""
     with pytest.raises(ScheduleError, match="1F0 needs 0F0, which no rank runs"):
         OpInputs(Schedule.parse("0F1 0B1 0U1\n1F0 1F1 1B0 1B1 1U1"))
+
+
+@pytest.mark.parametrize(
+    ("text", "producer"),
+    [("0F0 0B0\n1F1", "0F0"), ("0F0\n1F0 1B0", "1B0"), ("0F0\n1F0 1B0\n0B0", "1B0")],
+)
+def test_a_value_without_a_consumer_on_the_rank_of_its_forward_is_refused(text, producer):
+    """No op takes it, or the one that takes it is on another rank than the forward."""
+    with pytest.raises(ScheduleError, match=f"no op takes the output of {producer} for stage"):
+        OpInputs(Schedule.parse(text))
+
+
+@pytest.mark.parametrize(
+    "pairs",
+    [{("0F0", "0B0")}, {("0F1", "0B0"), ("0B0", "0B1")}, {("0B1", "0F2")}, {("0B0", "0F1")}],
+)
+def test_a_pair_is_two_adjacent_ops_of_one_rank_and_of_no_other_pair(pairs):
+    """Of 0F0 0F1 0B0 0B1 on one rank, and 0F2 0B2 on the next."""
+    schedule = Schedule.parse("0F0 0F1 0B0 0B1\n0F2 0B2")
+    assert OpInputs(replace(schedule, pairs={(Op.parse("0F1"), Op.parse("0B0"))})).pairs == [1]
+    pairs = {(Op.parse(first), Op.parse(second)) for first, second in pairs}
+    with pytest.raises(ScheduleError, match="custom is not valid"):
+        OpInputs(replace(schedule, pairs=pairs))
+
+
+def test_the_second_op_of_a_pair_waits_for_the_first_if_it_needs_its_value():
+    """Though it follows it in its program: the two start together, which then is impossible."""
+    paired = Schedule.parse("0F0&0B0 0U1")
+    inputs = OpInputs(paired)
+    assert by_op(inputs, inputs.first) == {"0B0": "0F0"}
+    alone = OpInputs(replace(paired, pairs=frozenset()))
+    assert by_op(alone, alone.first) == {}
 
 
 @pytest.mark.parametrize("bound", [8, 10**9])
