@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from penstock.errors import ScheduleError, UnknownName
+from penstock.errors import ScheduleError, SettingError, UnknownName
 from penstock.optim.catalogue import ARITHMETIC
 from penstock.schedule.catalogue import schedule
 from penstock.schedule.streaming.streams import Waves
@@ -46,6 +46,25 @@ def test_every_weight_rule_says_what_a_place_reads_and_says_why(name):
     assert len(rule.reads.__doc__ or "") > 100, (
         f"the docstring of {name} is short: say which versions it reads, and where that is from"
     )
+
+
+def test_options_have_the_defaults_of_the_rule_unless_they_are_given():
+    """The rule's own defaults stay as they are; an option that it does not have is refused."""
+    rule = WeightRule(
+        "mine",
+        weight_rule("stash").reads,
+        synchronous=False,
+        source="a test",
+        options={"decay": 0.5, "annealing": 10.0},
+    )
+    assert rule.with_defaults({"annealing": 0.0}) == {"decay": 0.5, "annealing": 0.0}
+    assert rule.with_defaults({}) == dict(rule.options) == {"decay": 0.5, "annealing": 10.0}
+    with pytest.raises(SettingError) as caught:
+        rule.with_defaults({"decoy": 1.0, "decay": 1.0, "lag": 2.0})
+    expected = "weight rule 'mine' has no option decoy, lag: it takes decay, annealing"
+    assert str(caught.value) == expected
+    with pytest.raises(SettingError, match="'stash' has no option decay: it takes none"):
+        weight_rule("stash").with_defaults({"decay": 1.0})
 
 
 def test_an_unknown_weight_rule_is_refused_with_those_that_are_known():

@@ -33,8 +33,9 @@ def test_the_delay_to_correct_is_the_mean_staleness_of_the_program():
 
 def test_options_have_defaults_and_strange_ones_are_refused():
     """A misspelled decay would train with another."""
-    assert RULE.with_defaults({"decay": 0.5})["decay"] == 0.5
-    assert RULE.with_defaults({})["annealing"] == 100
+    defaults = {"decay": 0.135, "annealing": 100.0, "lockstep": 0.0, "warm_up": 0.0}
+    assert RULE.with_defaults({}) == defaults
+    assert RULE.with_defaults({"decay": 0.5}) == defaults | {"decay": 0.5}
     with pytest.raises(
         SettingError,
         match=r"'pipemare' has no option decy: it takes decay, annealing, lockstep, warm_up",
