@@ -14,6 +14,7 @@ from tests.simulate.slow import rich_schedules
 
 from penstock.errors import ScheduleError
 from penstock.schedule.arrays import OpArrays, op_arrays, runs
+from penstock.schedule.catalogue import schedule
 from penstock.schedule.op import Kind, Op, Schedule
 from penstock.schedule.slicing import Slicing
 
@@ -80,6 +81,16 @@ def test_columns_and_peaks_are_those_of_the_ops_one_by_one(schedule):
     assert arrays.in_flight == slow_peaks(schedule)
     for kinds in ((Kind.F,), (Kind.B, Kind.W), (Kind.U, Kind.E, Kind.L), ()):
         assert arrays.of_kind(*kinds).tolist() == [op.kind in kinds for op in schedule.ops]
+
+
+@pytest.mark.parametrize(
+    ("name", "stages", "options"),
+    [("1f1b", 5, {}), ("interleaved", 6, {"chunks": 3}), ("zb-v", 6, {}), ("chimera", 4, {})],
+)
+def test_peaks_belong_to_their_stages(name, stages, options):
+    """Early stages hold more than late ones, whether a rank has one stage or several."""
+    family_schedule = schedule(name, stages, 8, **options)
+    assert op_arrays(family_schedule).in_flight == slow_peaks(family_schedule)
 
 
 def test_ranks_without_ops_and_schedules_without_any_have_peaks_too():

@@ -148,6 +148,17 @@ def test_the_receive_or_the_op_that_takes_a_message_waits_for_its_send(schedule,
         assert graph.blocked() == []
 
 
+def test_updates_of_copies_wait_for_the_gradients_of_all_copies():
+    """Each U waits for the last op of both ranks, and neither for the other U."""
+    copies = Schedule.parse("0F0 0B0 0U1\n0F1 0B1 0F2 0B2 0U1")
+    graph = ActionGraph.of(copies, lower(copies), receives_block=True)
+    waits = {place: sorted(graph.waits[place]) for place in range(len(graph.nodes))}
+    assert waits == {0: [], 1: [0], 2: [1, 6], 3: [], 4: [3], 5: [4], 6: [5], 7: [1, 6]}
+    # Opposite orders of two stages would wait for each other for ever.
+    crossed = Schedule.parse("0F0 1F0 1B0 0B0 0U1 1U1\n0F1 1F1 1B1 0B1 1U1 0U1")
+    assert ActionGraph.of(crossed, lower(crossed), receives_block=True).blocked() == [4, 5, 10, 11]
+
+
 def test_what_is_on_a_cycle_or_behind_one_has_no_order():
     """Nodes that are ready come in the order in which they become so."""
     assert topological_order([[2], [], [1], [0, 1]]) == ([1, 2, 0, 3], [])

@@ -59,6 +59,13 @@ def test_numbers_may_have_gaps_and_exceed_the_number_of_ops():
     assert OpIndex(Schedule.parse("0F2 0B2 0U1")).numbers.tolist() == [0, 1, 2]
 
 
+@pytest.mark.parametrize("text", ["", "rank 0 |", "0U1\n1U1"])
+def test_programs_without_micro_batches_have_an_index_without_numbers(text):
+    """Nothing is missing from them; `verify` says what is wrong."""
+    index = OpIndex(Schedule.parse(text))
+    assert (index.numbers.tolist(), index.column.tolist()) == ([], [0] * len(index.ops))
+
+
 @pytest.mark.parametrize(
     "op",
     [Op(Kind.U, 0, 1), Op(Kind.F, 2, 0), Op(Kind.F, -1, 0), Op(Kind.F, 0, 2), Op(Kind.W, 0, 0)],

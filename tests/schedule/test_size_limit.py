@@ -74,8 +74,10 @@ def test_a_csv_that_names_a_distant_op_is_refused():
 def test_each_option_that_multiplies_counts_from_two(option):
     """One is the schedule itself; what is no number is checked elsewhere."""
     half = MAX_FORWARDS // 2
-    for value in (1, None, "2", 0):
+    for value in (1, None, "2", 0, -3):
         check_size("mine", 1, MAX_FORWARDS, {option: value})
+        with pytest.raises(ScheduleError, match="may be 5,000,000 at most"):
+            check_size("mine", 1, MAX_FORWARDS + 1, {option: value})
     check_size("mine", 1, half, {option: 2})
     with pytest.raises(ScheduleError) as caught:
         check_size("mine", 1, half + 1, {option: 2})

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from tests.simulate.slow import Slow, rich_schedules
 
 from penstock.errors import ScheduleError
-from penstock.schedule.op import Schedule
-from penstock.schedule.unit_times import unit_times
+from penstock.schedule.op import Kind, Op, Schedule
+from penstock.schedule.unit_times import unit_times, usual_units
 
 
 def units(op):
@@ -36,6 +36,12 @@ def test_every_op_starts_and_ends_as_in_the_slow_simulator(schedule):
     assert times.start.tolist() == pytest.approx([start for start, _ in expected])
     assert times.end.tolist() == pytest.approx([end for _, end in expected])
     assert times.arrived.tolist() == times.sent.tolist() == times.end.tolist()
+
+
+def test_a_whole_backward_takes_two_units_and_each_half_one():
+    """As a forward does; updates and moves of activations take no time."""
+    units_of_kind = {kind.value: usual_units(Op(kind, 1, 2)) for kind in Kind}
+    assert units_of_kind == {"F": 1, "B": 2, "I": 1, "W": 1, "U": 0, "E": 0, "L": 0}
 
 
 def test_programs_that_wait_for_each_other_have_no_times():

@@ -24,6 +24,22 @@ def test_with_a_split_backward_the_update_waits_for_the_weights_part():
     assert " ".join(map(str, with_updates(ops))) == "0F0 1F0 1I0 0I0 0W0 0U1 1W0 1U1"
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("0F0 1F0", "0F0 1F0"),
+        ("0F0 0F1 0B0 1F0", "0F0 0F1 0B0 0U1 1F0"),
+        ("0F0 0B0 0F1", "0F0 0B0 0U1 0F1"),
+        ("0F0 0B0 0L1 1E0", "0F0 0B0 0U1 0L1 1E0"),
+        ("", ""),
+    ],
+)
+def test_only_a_backward_has_an_update_behind_it(text, expected):
+    """Forwards alone have no gradients, and other ops of the stage may follow its last backward."""
+    program = with_updates([Op.parse(word) for word in text.split()])
+    assert " ".join(map(str, program)) == expected
+
+
 @given(
     custom_schedules(synchronous=True).filter(
         lambda schedule: all(len(ranks) == 1 for ranks in schedule.ranks_of_stage)

@@ -67,6 +67,16 @@ def test_what_lacks_is_found_with_the_op_that_reads_it():
     )
 
 
+@pytest.mark.parametrize(("text", "op"), [("0F0 0B0 0U1", "0B0"), ("0F0 0I0 0W0 0U1", "0I0")])
+def test_a_backward_cannot_read_a_version_that_comes_after_it(text, op):
+    """It is found once, where the backward begins."""
+    rule = WeightRule("mine", lambda p: Reads(0, 1), synchronous=False, source="a test")
+    versions, findings = held(text, rule)
+    assert (versions, [(f.op, f.rank) for f in findings]) == ([1], [(op, 0)])
+    expected = f"mine: {op} on rank 0 reads version 1 of stage 0, where the newest is 0: another "
+    assert findings[0].message.startswith(expected)
+
+
 def test_an_older_version_that_is_dropped_is_found_once_at_the_forward():
     """The backward reads it too; a second finding would say nothing new."""
     rule = WeightRule(
