@@ -205,14 +205,15 @@ def _gradient_fits(
         One comparison per part; none if a gradient is not finite.
     """
     fits = []
-    ends = [0] * len(joined.gradients)
+    starts = [0] * len(joined.gradients)  # of the part, in the joined gradient of each leaf
     for part in parts:
-        slices = []
-        for place, gradient in enumerate(part.gradients):
-            length = gradient.shape[dim]
-            slices.append(joined.gradients[place].narrow(dim, ends[place], length))
-            ends[place] += length
+        lengths = [gradient.shape[dim] for gradient in part.gradients]
+        slices = [
+            gradient.narrow(dim, start, length)
+            for gradient, start, length in zip(joined.gradients, starts, lengths, strict=True)
+        ]
         fits.append(GradientFit.of(part.gradients, slices))
+        starts = [start + length for start, length in zip(starts, lengths, strict=True)]
     values = [value for fit in fits for value in (fit.remainder, fit.alone, fit.joined)]
     return tuple(fits) if all(map(math.isfinite, values)) else ()
 
