@@ -96,25 +96,24 @@ class _Joint:
     def _all_grads(self, start: Tensor) -> dict[int, list[Tensor]]:
         """Return the gradients of all outputs, by micro-batch, and drop the graph of the loss."""
         assert self.loss is not None
-        numbers = sorted(self.leaves)
-        outputs = [leaf for n in numbers for leaf in self.leaves[n] if leaf.requires_grad]
-        grads: Sequence[Tensor | None] = [None] * len(outputs)
+        trained = {
+            number: [leaf for leaf in self.leaves[number] if leaf.requires_grad]
+            for number in sorted(self.leaves)
+        }
+        inputs = [leaf for leaves in trained.values() for leaf in leaves]
+        grads: Sequence[Tensor | None] = [None] * len(inputs)
         if self.loss.requires_grad:
             with torch.enable_grad():
                 grads = torch.autograd.grad(
-                    self.loss, outputs, start.to(self.loss.dtype), allow_unused=True
+                    self.loss, inputs, start.to(self.loss.dtype), allow_unused=True
                 )
         self.loss = self.loss.detach()
         # Leaves that the loss does not depend on have no gradient, and take zeros.
-        grads_in_order = iter(
+        filled = iter(
             torch.zeros_like(leaf) if grad is None else grad
-            for leaf, grad in zip(outputs, grads, strict=True)
+            for leaf, grad in zip(inputs, grads, strict=True)
         )
-        by_number: dict[int, list[Tensor]] = {}
-        for number in numbers:
-            count = sum(leaf.requires_grad for leaf in self.leaves[number])
-            by_number[number] = list(itertools.islice(grads_in_order, count))
-        return by_number
+        return {number: [next(filled) for _ in leaves] for number, leaves in trained.items()}
 
 
 class _Part(Function):

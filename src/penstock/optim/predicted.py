@@ -119,9 +119,10 @@ class Predicted(StageWeights):
         self._stage, self._update, self._use = site.stage, site.update, site.use
         self._direction = prediction_direction(site)
         self._newest = 0
-        # Number of predictions that may be stored besides the working copy, so that they need not
-        # be computed again; the forward's has priority.
-        self._spare = site.rule.extra - 1
+        # Predictions that may be stored besides the working copy, so that they need not be
+        # computed again. The forward's is stored first.
+        stored = site.rule.extra - 1
+        self._stores = {"forward": stored >= 1, "backward": stored >= 2}
         self._in_flight: dict[int, Use] = {}
         # Micro-batches whose backward has begun.
         self._in_backward: set[int] = set()
@@ -190,12 +191,8 @@ class Predicted(StageWeights):
         change = functools.partial(self._direction.move, updates=ahead) if ahead else None
         self._working.show(content, change)
         is_reused = self._is_reused(number, batch, kind, content)
-        self._working.keep(
-            kind,
-            content if is_reused else None,
-            change,
-            soon=self._spare >= (1 if kind == "forward" else 2),
-        )
+        kept = content if is_reused else None
+        self._working.keep(kind, kept, change, soon=self._stores[kind])
 
     def _is_reused(self, number: int, batch: int, kind: str, content: tuple[int, int]) -> bool:
         """Return whether a later micro-batch of the same batch reads this content.
