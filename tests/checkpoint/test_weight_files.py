@@ -267,6 +267,23 @@ def test_a_tied_weight_counts_once_in_the_size_of_a_model(tmp_path, monkeypatch)
     assert list(index["weight_map"]) == ["a", "b"]
 
 
+def test_a_model_replaces_the_files_of_an_earlier_one_in_hugging_faces_layout(
+    tmp_path, monkeypatch
+):
+    """An index of the earlier one would be read instead, by transformers its only file; other files
+    stay.
+    """
+    monkeypatch.setattr(weight_files, "SHARD_BYTES", 40)
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model-of-mine.safetensors").write_bytes(b"")
+    for number, count in enumerate((3, 1, 2, 3, 1)):
+        tensors = {f"t{place}": torch.full((8,), float(number)) for place in range(count)}
+        written = save_weights(tensors, tmp_path, "huggingface")
+        assert differences(load_weights(tmp_path), tensors) == []
+        kept = {"config.json", "model-of-mine.safetensors"}
+        assert {file.name for file in tmp_path.iterdir()} == {file.name for file in written} | kept
+
+
 def test_only_tensors_that_an_index_names_are_read(tmp_path):
     """In its order; its files may have more."""
     save_file({"a": torch.ones(1), "b": torch.ones(2)}, tmp_path / "x.safetensors")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,8 @@ from penstock.files.text import quote, shorten
 
 #: Name of the only file, or of the index, of a model in Hugging Face's layout.
 _HF_FILE, _HF_INDEX = "model.safetensors", "model.safetensors.index.json"
+#: Names of its files if there are several, such as `model-00001-of-00003.safetensors`.
+_HF_SHARDS = "model-" + "[0-9]" * 5 + "-of-" + "[0-9]" * 5 + ".safetensors"
 
 #: Bytes of a file of Hugging Face's layout at most, as `save_pretrained` has it by default.
 SHARD_BYTES = 5 * 10**9
@@ -249,6 +251,16 @@ def _save_huggingface(tensors: Mapping[str, Tensor], folder: Path) -> list[Path]
             room = SHARD_BYTES
         shards[-1][name] = tensor
         room -= tensor.nbytes
+    files = _save_shards(shards, folder)
+    # Files of an earlier model would be read in place of these, or beside them.
+    for file in (folder / _HF_FILE, folder / _HF_INDEX, *folder.glob(_HF_SHARDS)):
+        if file not in files:
+            file.unlink(missing_ok=True)
+    return files
+
+
+def _save_shards(shards: Sequence[Mapping[str, Tensor]], folder: Path) -> list[Path]:
+    """Write one file for each of several parts of a model, with an index; of one part the file."""
     if len(shards) == 1:
         return _save_safetensors(shards[0], folder / _HF_FILE)
     files, weight_map = [], {}
