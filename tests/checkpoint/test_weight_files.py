@@ -121,6 +121,11 @@ HOSTILE = {
         "w.pt",
         "holds a dict as 'model', and a state_dict holds tensors by name",
     ),
+    "a number as a name": (
+        pickled({1: torch.ones(1)}),
+        "w.pt",
+        "holds a Tensor as '1', and a state_dict holds tensors by name",
+    ),
     "no file": (lambda path: None, "w.pt", "cannot read the weights in .*: No such file"),
     "no weights": (lambda path: None, "", "holds no weights: there is neither"),
     "cut off": (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch.nn import functional
@@ -73,6 +75,10 @@ def test_a_batch_of_one_micro_batch_is_divided_by_its_own_count():
     loss = StageLoss(sum_and_count, CPU).of(batch, 0, x.clone().requires_grad_(), [])
     assert loss.item() == 2 * 2 * 4 / 2
     assert batch.losses[0].item() == loss.item()
+    for count, expected in ((0.5, 16.0), (0, math.inf), (torch.tensor(0.25), 32.0)):
+        stage_loss = StageLoss(lambda output, target, count=count: (output.sum(), count), CPU)
+        loss = stage_loss.of(batch_of(x, y, 1), 0, x.clone().requires_grad_(), [])
+        assert loss.item() == expected  # as in plain training
 
 
 @pytest.mark.parametrize("targets", [True, False])
