@@ -297,6 +297,14 @@ def test_only_tensors_that_an_index_names_are_read(tmp_path):
     assert list(load_weights(tmp_path)) == ["c", "a"]
 
 
+def test_an_index_comes_before_a_single_file(tmp_path):
+    """It says which files belong together."""
+    save_file({"a": torch.ones(1), "b": torch.ones(2)}, tmp_path / "model.safetensors")
+    save_file({"b": torch.zeros(2)}, tmp_path / "part.safetensors")
+    shards('{"weight_map": {"b": "part.safetensors"}}')(tmp_path)
+    assert differences(load_weights(tmp_path), {"b": torch.zeros(2)}) == []
+
+
 def test_a_checkpoint_in_a_folder_comes_before_other_formats_and_is_verified(tmp_path):
     """A damaged number would only be noticed in the results."""
     trained(1, "mlp", 2).save(tmp_path)

@@ -340,6 +340,23 @@ def test_an_optimizer_that_the_paper_has_no_formula_for_is_refused_with_the_reas
         lab.make(lab.site_of(lab.mlp(), lab.line_of(rule, 0, 2, 1, 4), rule, factory))
 
 
+def test_one_parameter_group_without_a_formula_is_enough_for_a_refusal(lab):
+    """Whichever of them it is."""
+    module = lab.mlp()
+    line = lab.line_of("pipeoptim", 0, 2, 1, 3)
+    first, *others = module.parameters()
+    for nesterov in ((True, False), (False, True)):
+        groups = [
+            {"params": params, "nesterov": flag}
+            for params, flag in zip(([first], others), nesterov, strict=True)
+        ]
+        site = lab.site_of(
+            module, line, "pipeoptim", lambda _, g=groups: torch.optim.SGD(g, 0.1, momentum=0.9)
+        )
+        with pytest.raises(SettingError, match="no formula for SGD with nesterov=True"):
+            lab.make(site)
+
+
 def test_a_users_rule_that_predicts_does_so_with_the_optimizers_own_formula_or_is_refused(lab):
     """Rules with other names have no formula of their own."""
     line = lab.Line(0, 2, 1, 4, lambda at: Reads(at.at_forward, at.at_backward, 1, 1))

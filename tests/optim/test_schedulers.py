@@ -255,6 +255,13 @@ def test_what_makes_no_scheduler_of_its_optimizer_is_refused_with_what_to_write(
         Schedulers(make, optimizers(1, 1))
 
 
+def test_a_scheduler_of_the_optimizer_of_another_stage_is_refused():
+    """A function that remembers its first optimizer would step the rates of one stage alone."""
+    held = optimizers(1, 1)
+    with pytest.raises(SettingError, match="got a StepLR of another one"):
+        Schedulers(lambda _: StepLR(held[0], 2), held)
+
+
 def test_arguments_of_a_step_reach_all_schedulers():
     """A metric, or the number of an epoch."""
     held = optimizers(1, 1)

@@ -377,3 +377,27 @@ def test_a_drain_keeps_the_memory_of_all_versions_for_the_next_stream(lab):
         held.append(weights.held_bytes())
         assert weights.versions == 1
     assert held == held[:1] * 6
+
+
+def test_backwards_that_read_other_versions_than_their_forwards_leave_these_as_they_were(lab):
+    """Three micro-batches of one forward version, whose backwards read three versions in turn."""
+    module = nn.Linear(2, 1, bias=False)
+    line = lab.line_of("stash", 0, 3, 1, batches=8)
+    backward_versions = {0: 1, 1: 0, 2: 2, 3: 1}
+    use = line.use
+    line.use = lambda n: replace(use(n), reads=Reads(0, backward_versions[n]), next_forward=0)
+    weights = lab.make(lab.site_of(module, line, "stash", lab.PAIRS["sgd"][0]))
+    versions = []
+    for number in range(4):
+        weights.before_forward(number)
+    place = module.weight.data_ptr()
+    for version in (1, 2):
+        versions.append(module.weight.detach().clone())
+        module.weight.grad = torch.ones_like(module.weight)
+        weights.update(version)
+    versions.append(module.weight.detach().clone())
+    for number in (0, 2, 1, 3, 0, 1):
+        weights.before_backward(number)
+        assert torch.equal(module.weight, versions[backward_versions[number]])
+        assert module.weight.data_ptr() == place
+    assert torch.equal(weights.newest()[0], versions[2].flatten())

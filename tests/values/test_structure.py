@@ -325,6 +325,10 @@ def test_tensors_that_are_more_than_strided_memory_are_refused(make, message):
     assert tensors_of([nn.Parameter(H)])[0].requires_grad
 
 
+class OtherRows(Rows):
+    """Another class with the same content."""
+
+
 def test_structures_differ_where_values_nest_differently():
     """Messages of one structure are matched; the text is the same in all processes."""
     values = [
@@ -347,6 +351,7 @@ def test_structures_differ_where_values_nest_differently():
     assert flatten({"a": [H, (2, None)]})[1] == flatten({"a": [H + 1, ("x", 3)]})[1]
     assert flatten([{1: H}])[1].describe() == flatten([{1: H * 2}])[1].describe()
     assert flatten([{1: H}])[1].describe() != flatten([{True: H}])[1].describe()
+    assert flatten(Rows([H]))[1].describe() != flatten(OtherRows([H]))[1].describe()
 
 
 def test_a_structure_knows_the_kinds_in_it():

@@ -208,10 +208,8 @@ class _Flattening:
                 path = kind.label(context, index) + error.path
                 # One error with the whole path, not a chain with one error per level.
                 raise Unflattenable(error.what, path) from error.__cause__
-        # The parts are kept too: one that was created by `split` and freed could leave its id to
-        # another object.
         # Numbered after its children, as `unflatten` builds them.
-        self._containers[id(value)] = self._container_count, (value, parts)
+        self._containers[id(value)] = self._container_count, value
         self._container_count += 1
         return Structure(kind.name, cls, context, tuple(children))
 
