@@ -147,9 +147,9 @@ MIXED = {
     "scaled": lambda x, y: rows_of(x * 2, y),
     "over samples": lambda x, y: functional.nll_loss(x.flatten(0, 1).log_softmax(0), y.flatten()),
     "turned": lambda x, y: rows_of(x[:, :4].transpose(0, 1), y[:, :4].t()),
-    "turned by dimensions in another order": lambda x, y: rows_of(
-        x[:, :4].transpose(1, 0), y[:, :4].t()
-    ),
+    "samples with targets of others": lambda x, y: rows_of(x.transpose(0, 1), y),
+    "the same by dimensions in another order": lambda x, y: rows_of(x.transpose(1, 0), y),
+    "by negative dimensions": lambda x, y: rows_of(x.transpose(-2, -3), y),
     "cut samples": lambda x, y: rows_of(x[:3], y[:3]),
     "other columns": lambda x, y: functional.cross_entropy(
         x.reshape(-1, 14)[:, :7].repeat(2, 1), y.flatten()
