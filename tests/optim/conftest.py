@@ -1,5 +1,4 @@
-"""A single stage in a stream: the order of its ops, the versions they read, and two ways to run
-them.
+"""A single stage in a stream: its ops in order, the versions they read, and two ways to run them.
 
 `play` runs a module under a StageWeights, as a rank does. `literal` is an independent reference:
 slow, with a new module for every micro-batch, explicit weights everywhere, and optimizers written
