@@ -177,12 +177,14 @@ def test_a_failed_write_names_the_folder_and_leaves_nothing(tmp_path, monkeypatc
     def full(path):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint_files, "sync_file", full)
     message = rf"^cannot write the checkpoint {tmp_path}: No space left on device$"
-    with pytest.raises(FileError, match=message):
-        write_file(target, {"a": torch.zeros(1)}, TEXTS)
-    assert list(tmp_path.iterdir()) == [target]
-    assert target.read_bytes() == before
+    for step in ("save_file", "sync_file", "file_sum"):
+        with monkeypatch.context() as patch:
+            patch.setattr(checkpoint_files, step, lambda *_, **__: full(target))
+            with pytest.raises(FileError, match=message):
+                write_file(target, {"a": torch.zeros(1)}, TEXTS)
+        assert list(tmp_path.iterdir()) == [target]
+        assert target.read_bytes() == before
     (tmp_path / "file").write_text("")
     with pytest.raises(FileError, match=f"^cannot write the checkpoint {tmp_path / 'file'}: "):
         write_file(tmp_path / "file" / NAME, {"a": torch.zeros(1)}, TEXTS)

@@ -400,3 +400,18 @@ def test_later_steps_are_set_aside_and_the_one_that_is_continued_from_is_not(tmp
     assert (tmp_path / "damaged-step-000006" / "checkpoint.json").exists()
     set_aside(tmp_path, 1)
     assert len(list(tmp_path.glob("damaged-*"))) == 3
+
+
+def test_of_a_checkpoint_that_is_removed_the_index_goes_first(tmp_path, monkeypatch):
+    """A removal that is interrupted leaves nothing that could be taken for a whole checkpoint."""
+    for step in (1, 2, 3):
+        write_step(tmp_path, step)
+
+    def interrupted(folder, **_):
+        assert not (folder / "checkpoint.json").exists()
+
+    monkeypatch.setattr(shutil, "rmtree", interrupted)
+    prune(tmp_path, 1)
+    left = [folder for folder in step_folders(tmp_path) if any(folder.glob("step-*"))]
+    assert len(left) == 3
+    assert [saved.step for saved in whole_checkpoints(left)] == [3]

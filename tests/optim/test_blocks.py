@@ -32,6 +32,18 @@ def test_parameters_far_apart_in_one_storage_make_blocks_of_their_own():
     assert [layout.new_block(group).flat.numel() for group in range(2)] == [4, 10]
 
 
+def test_parameters_of_different_types_in_one_storage_make_blocks_of_their_own():
+    """Elements of a block have one size."""
+    memory = torch.zeros(16, dtype=torch.uint8)
+    single = nn.Parameter(memory[:8].view(torch.float32))
+    half = nn.Parameter(memory[8:].view(torch.float16))
+    layout = Layout([single, half])
+    assert layout.groups == [[0], [1]]
+    blocks = [layout.new_block(group) for group in range(2)]
+    assert [block.flat.dtype for block in blocks] == [torch.float32, torch.float16]
+    assert [value.numel() for value in layout.tensors(blocks)] == [2, 4]
+
+
 def test_parameters_that_are_one_memory_stay_so():
     """Two parameters tied by hand: an update of one changes the other, as in plain PyTorch."""
     parameters = inside(torch.zeros(4), (0, 4), (0, 4))
