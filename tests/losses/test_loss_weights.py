@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from penstock.batches.batch import make_batch
 from penstock.errors import SettingError
 from penstock.losses.call import LossCall
 from penstock.losses.loss_weights import Knowledge, LossWeights, _same_contents
+from penstock.modules.side_loss import collecting_side_losses, side_loss
 
 CPU = torch.device("cpu")
 
@@ -204,6 +206,40 @@ def test_weights_are_known_before_an_output_where_earlier_batches_have_shown_the
             assert batch.loss_counts == {0: 3.0, 1: 2.0}
         assert known == pytest.approx([3 / 5, 2 / 5])
     assert taken_at == [1, 2, 4, 8]
+
+
+def test_a_loss_that_changes_is_refused_at_the_next_batch_that_is_tested():
+    """Its graph has the same divisor before and after."""
+    centred = False
+
+    def loss(output, _):
+        return (output - output.mean(0) if centred else output).square().mean()
+
+    weights = LossWeights(LossCall(loss, CPU))
+    x = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
+    for _ in range(2):
+        weights_of(loss, x, x, 2, weights=weights)
+    centred = True
+    weights_of(loss, x, x, 2, weights=weights)  # batch 3
+    with pytest.raises(SettingError, match="is not made of the losses of its micro-batches"):
+        weights_of(loss, x, x, 2, weights=weights)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_side_losses_of_evaluations_are_dropped_and_those_of_the_batch_are_collected_on(fails):
+    """Also after a refusal."""
+
+    def loss(output, target):
+        side_loss(output.sum() * 100)
+        return functional.mse_loss(output, target).sqrt() if fails else output.square().sum() / 3
+
+    x = torch.randn(6, 3, generator=torch.Generator().manual_seed(0))
+    with collecting_side_losses() as sides:
+        side_loss(torch.tensor(1.0))
+        with pytest.raises(SettingError) if fails else nullcontext():
+            weights_of(loss, x, x + 1)
+        side_loss(torch.tensor(2.0))
+    assert [side.item() for side in sides] == [1.0, 2.0]
 
 
 def test_weights_by_the_caller_are_never_known_before():

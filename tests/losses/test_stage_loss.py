@@ -154,6 +154,20 @@ def test_the_reported_loss_is_that_of_the_batch_with_its_side_losses(loss, sides
     assert not any(value.requires_grad for value in batch.losses.values())
 
 
+def test_counts_of_the_caller_need_not_be_the_divisors_of_the_loss():
+    """They are weights in proportion, such as numbers of samples for a mean over their features."""
+    x, y = torch.randn(5, 2), torch.randn(5, 2)
+    options = LossOptions(loss_weight=len)
+    stage_loss, batch = (
+        StageLoss(lambda x, y: (x - y).square().mean(), CPU, options),
+        batch_of(x, y),
+    )
+    for number in batch.numbers:
+        stage_loss.of(batch, number, batch.inputs[number].clone().requires_grad_(), [])
+    assert batch.loss_weights == [0.6, 0.4]
+    assert float(sum(batch.losses.values())) == pytest.approx(float(functional.mse_loss(x, y)))
+
+
 @pytest.mark.parametrize("loss", [functional.mse_loss, lambda x, y: (x - y).square().mean()])
 def test_a_recomputed_micro_batch_is_reported_as_it_was_first(loss):
     """Its loss has a graph again, and other numbers if something was drawn."""

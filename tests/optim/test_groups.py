@@ -38,6 +38,19 @@ def test_parameters_with_the_same_options_are_one_group_in_order_of_appearance()
     assert place == {"a.weight": 0, "a.bias": 1, "b.bias": 1, "c.weight": 0, "b.weight": 2}
 
 
+def test_a_dict_that_the_function_changes_between_its_calls_is_read_at_each_of_them():
+    """Otherwise all parameters would be in one group, with the options of the last."""
+    options = {}
+
+    def one_dict(name, _):
+        options["weight_decay"] = 0.0 if name.endswith("bias") else 0.1
+        return options
+
+    groups = Groups.of(one_dict, named().items())
+    assert groups.options == ({"weight_decay": 0.1}, {"weight_decay": 0.0})
+    assert groups.place == {"a.weight": 0, "a.bias": 1, "b.bias": 1, "b.weight": 0}
+
+
 def test_groups_of_frozen_parameters_come_last_wherever_they_are():
     """A parameter that is trained later must not change the numbers of the groups before."""
     held = dict(reversed(named().items()))
