@@ -535,8 +535,8 @@ DEFECTS = [
     Defect(
         "tags: two stages share a tag",
         "transport/messages.py",
-        "((stage << 13 | micro_batch % _MAX_MICRO_BATCHES) << 3)",
-        "((stage << 12 | micro_batch % _MAX_MICRO_BATCHES) << 3)",
+        "tag = tag << 13 | micro_batch",
+        "tag = tag << 12 | micro_batch",
         ("tests/transport/test_messages.py", "tests/transport/test_distributed.py"),
     ),
     Defect(
@@ -1666,7 +1666,7 @@ DEFECTS += [
         "transport/same_host.py",
         "if peer.exit_poll.poll(0) and not peer.incoming.poll():",
         "if peer.exit_poll.poll(0):",
-        ("tests/transport/test_same_host.py",),
+        ("tests/transport/test_same_host_connections.py",),
     ),
     Defect(
         "unix store: a comparison with a missing key returns nothing",
@@ -1680,14 +1680,14 @@ DEFECTS += [
         "transport/same_host.py",
         "            os.close(peer.pidfd)\n",
         "",
-        ("tests/transport/test_same_host.py",),
+        ("tests/transport/test_same_host_connections.py",),
     ),
     Defect(
         "same host: ranks are connected if one of two can open the memory of the other",
         "transport/same_host.py",
         "pairs = itertools.permutations(ranks, 2)",
         "pairs = itertools.combinations(ranks, 2)",
-        ("tests/transport/test_same_host.py",),
+        ("tests/transport/test_same_host_connections.py",),
     ),
     Defect(
         "shared memory sum: gradients are overwritten while others still copy the last sum",

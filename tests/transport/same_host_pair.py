@@ -55,6 +55,13 @@ def backward(micro_batch: int, stage: int = 1) -> Message:
     return Message(Kind.B, stage, micro_batch)
 
 
+def passed(ends: list[SameHostTransport], value: object, message: Message | None = None) -> Payload:
+    """Send a value from the first end to the second, and return what arrives."""
+    message = message or forward(0)
+    ends[0].send(1, message, Payload.of(value), "")
+    return ends[1].post(0, message, "").wait()
+
+
 @contextlib.contextmanager
 def echo(folder: Path) -> Iterator[tuple[SameHostTransport, subprocess.Popen[bytes]]]:
     """This process's end, rank 0, and the process of rank 1, which is killed at the end if it still

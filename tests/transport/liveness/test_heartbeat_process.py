@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -305,3 +306,33 @@ def test_peers_of_which_nothing_was_heard_are_reported_once_after_the_limit(loop
         assert loop.reports == ([{"unheard": [1]}] if now_s >= 15.0 else [])
     loop.loop._beat(104.1)
     assert loop.reports[1:] == [{"lost": [{"rank": 2, "age_s": 5.1, "state": "running"}]}]
+
+
+def test_the_process_ignores_signals_to_its_group_and_runs_by_its_settings(monkeypatch):
+    """A rank may still save after Ctrl-C, SIGTERM, SIGUSR1 or SIGHUP, and is then not lost."""
+    settings = {"rank": 3, "pid": 77, "secret": "abcd", "bind": "127.0.0.1", "limit_s": 4.5}
+    line = json.dumps(settings).encode() + b"\n"
+    ignored, reports, loops = set(), [], []
+
+    def handle(number, action):
+        assert action is signal.SIG_IGN
+        ignored.add(number)
+
+    def note(loop):
+        loops.append(loop)
+
+    standard_input = SimpleNamespace(buffer=io.BytesIO(line))
+    monkeypatch.setattr(heartbeat_process, "sys", SimpleNamespace(stdin=standard_input))
+    monkeypatch.setattr(heartbeat_process.signal, "signal", handle)
+    monkeypatch.setattr(heartbeat_process, "_report", reports.append)
+    monkeypatch.setattr(heartbeat_process._Loop, "run", note)
+    heartbeat_process.main()
+    assert ignored == {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP}
+    (loop,) = loops
+    with loop.endpoint as endpoint:
+        assert endpoint.getsockname() == ("127.0.0.1", reports[0]["port"])
+    assert (loop.parent, loop.pulse.rank, loop.pulse.limit_s) == (77, 3, 4.5)
+    stranger = Pulse(5, bytes.fromhex("abcd"), 1.0)
+    loop.pulse.peers = {5: Peer(("a", 11))}
+    loop.pulse.receive(stranger.encode(State.RUNNING), 1.0)
+    assert loop.pulse.unheard() == []
