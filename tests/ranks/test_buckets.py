@@ -74,6 +74,19 @@ def test_flat_parts_are_views_of_no_tensor_and_split_by_shape():
         unflat(parts[:1], values)
 
 
+def test_tensors_of_several_devices_have_a_flat_part_for_each():
+    """A message is on one device; the order of the tensors is that of the caller."""
+    meta = torch.device("meta")
+    values = [torch.ones(2), torch.ones(3, device=meta), torch.zeros(2, 2)]
+    packed = Packed.of(values)
+    assert [(part.device.type, part.numel()) for part in packed.parts] == [("cpu", 6), ("meta", 3)]
+    restored = packed.unpacked(packed.parts)
+    assert [(value.device, value.shape) for value in restored] == [
+        (value.device, value.shape) for value in values
+    ]
+    assert torch.equal(restored[2], values[2])
+
+
 def test_flags_tell_which_parameters_have_a_gradient():
     """As numbers that replicas add up; equal flags are one tensor."""
     weights = [nn.Parameter(torch.ones(1)) for _ in range(3)]

@@ -104,6 +104,15 @@ def test_a_rank_that_is_one_call_ahead_or_at_another_step_has_another_checksum()
     assert unlike(ahead._recent[-1].check, behind._recent[-1].check)
 
 
+def test_on_a_device_numbers_are_read_where_batches_are_compared_whole_and_now_and_then():
+    """To read them makes the host wait for the device; on the CPU they are always read."""
+    turns = range(50)
+    for device, expected in (("meta", [0, 1, 2, 3, 4, 8, 16, 32, 48]), ("cpu", list(turns))):
+        calls = calls_of(size=1, first=0)
+        x, y = X.to(device), Y.to(device)
+        assert [n for n in turns if begin(calls, x, y).checksum() & module._MASK] == expected
+
+
 @pytest.mark.parametrize("nested", [False, True])
 def test_words_of_a_batch_are_those_of_its_own_inputs_and_targets(nested):
     """Words of nested inputs are remembered by their form, to which that of the targets belongs."""

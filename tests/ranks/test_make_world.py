@@ -144,13 +144,15 @@ def test_another_number_of_processes_is_refused_with_what_to_start(parts, needed
     assert f"{ranks}" in text
 
 
-def test_another_dimension_of_a_mesh_is_refused_with_both_numbers(parts):
-    """By the ranks of one copy."""
-    parts.ranks = 6
-    mesh = SimpleNamespace(stages=3, copies=2)
+@pytest.mark.parametrize("stages", [1, 3])
+def test_another_dimension_of_a_mesh_is_refused_with_both_numbers(parts, stages):
+    """By the ranks of one copy, whether the mesh has fewer or more of them."""
+    parts.ranks = 2 * stages
+    mesh = SimpleNamespace(stages=stages, copies=2)
     made = pipelines(schedule("1f1b", 2, 2), 2, 4)
     text = (
-        "the schedule is for 2 ranks, and the dimension 'pp' of the mesh has 3: make a mesh with 2"
+        f"the schedule is for 2 ranks, and the dimension 'pp' of the mesh has {stages}: make a "
+        f"mesh with 2 there, or plan for {stages}$"
     )
     with pytest.raises(PlanError, match=text):
         world_of(config(made), None, Place(None, None, 5.0, mesh))
