@@ -20,6 +20,8 @@ import penstock as ps
 from penstock.errors import DeadlineExceeded, PeerFailed, RunError, SettingError, StageFailed
 from penstock.ranks import thread_world as threads
 from penstock.ranks.thread_world import ThreadWorld
+from penstock.schedule.lower import Message
+from penstock.schedule.op import Kind
 
 X, Y = torch.linspace(-1, 1, 8 * 16).reshape(8, 16), torch.arange(8) % 4
 
@@ -155,6 +157,23 @@ def test_two_failures_at_once_are_told_by_the_first(monkeypatch):
     with pytest.raises(KeyError, match="the first"):
         world.run(job)
     assert world.run(lambda rank: rank) == {0: 0, 1: 1}
+
+
+def test_a_rank_that_waits_for_a_failed_one_learns_its_rank_and_error():
+    """Errors of layers do not name the rank by themselves."""
+    world, reasons = ThreadWorld(2, torch.device("cpu"), deadline_s=HANG_S), []
+
+    def job(rank):
+        if rank == 1:
+            raise ValueError("no such token")
+        try:
+            world.transport(0).post(1, Message(Kind.F, 0, 0), "").wait()
+        finally:
+            reasons.append(world.board(0).failure())
+
+    with pytest.raises(ValueError, match="no such token"):
+        world.run(job)
+    assert reasons == ["rank 1: ValueError: no such token"]
 
 
 def test_every_rank_makes_its_device_the_current_one_of_its_thread():

@@ -187,6 +187,15 @@ def test_a_rank_without_shared_memory_is_not_reachable_and_one_line_says_why(
     assert reason in line
 
 
+def test_of_several_reasons_that_of_the_first_rank_is_logged(caplog):
+    """With all ranks that have one."""
+    with caplog.at_level(logging.INFO, "penstock"):
+        same_host._log_unavailable([{}, {"unavailable": "one"}, {"pid": 5}, {"unavailable": "two"}])
+    (line,) = caplog.messages
+    assert line.startswith("messages of rank 1, 3 go over")
+    assert line.endswith(": one")
+
+
 def test_ranks_that_use_shared_memory_log_nothing_about_it(caplog):
     """Nor does a rank that chose another transport itself."""
     with caplog.at_level(logging.INFO, "penstock"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -264,6 +265,25 @@ def servers(monkeypatch):
 
 
 REQUEST = {"environment": {"RANK": "3"}, "job": "j"}
+
+
+def test_ranks_inherit_variables_limits_cores_and_priority(monkeypatch):
+    """A rank can be told none of them later. Names of running tests and commands do not count."""
+    before = forked_ranks._inherited_state()
+    for name in ("PYTEST_CURRENT_TEST", "_", "TORCHINDUCTOR_CACHE_DIR"):
+        monkeypatch.setenv(name, "other")
+    assert forked_ranks._inherited_state() == before
+    changes = (
+        lambda patch: patch.setenv("MKL_NUM_THREADS", "77"),
+        lambda patch: patch.setattr(resource, "getrlimit", lambda limit: (1, limit)),
+        lambda patch: patch.setattr(os, "sched_getaffinity", lambda process: {1000}),
+        lambda patch: patch.setattr(os, "getpriority", lambda *process: 19),
+    )
+    for change in changes:
+        with monkeypatch.context() as patch:
+            change(patch)
+            assert forked_ranks._inherited_state() != before
+    assert forked_ranks._inherited_state() == before
 
 
 def test_a_server_is_shared_until_what_ranks_inherit_has_changed(servers, tmp_path):

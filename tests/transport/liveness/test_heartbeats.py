@@ -337,6 +337,9 @@ def test_only_a_store_that_does_not_answer_is_disconnected(start, monkeypatch):
     threads.Thread = forget
     watch._release_store()
     assert closed == [6123]
+    monkeypatch.delenv("MASTER_PORT")  # no connection is to port 0
+    watch._release_store()
+    assert closed == [6123, 0]
 
 
 @pytest.mark.parametrize(("failed", "word"), [(False, "closed"), (True, "failed")])
