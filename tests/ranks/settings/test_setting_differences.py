@@ -217,6 +217,15 @@ def test_only_facts_that_ranks_have_are_compared():
     assert differences(ranks) == ["b: 2 on rank 0; 3 on rank 1", "c: 4 on rank 1; 5 on rank 2"]
 
 
+def test_a_difference_shows_long_values_in_part():
+    """A representation of an optimizer may fill a screen on its own."""
+    texts = ["a" * 150 + letter + "b" * 150 for letter in "xyx"]
+    (line,) = differences([rank_of({"optimizer": text}) for text in texts])
+    assert line == (
+        f"optimizer: …{'a' * 25}x{'b' * 74}… on ranks 0, 2; …{'a' * 25}y{'b' * 74}… on rank 1"
+    )
+
+
 def test_parameters_are_compared_by_name_and_other_rows_by_place():
     """One more parameter must not make all after it differ."""
     rows = [("a", "1"), ("b", "2"), ("c", "3")]
