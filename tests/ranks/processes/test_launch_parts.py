@@ -8,10 +8,12 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
+import threading
 from types import SimpleNamespace
 
 import cloudpickle
 import pytest
+from tests.time_limits import HANG_S
 
 from penstock.errors import RankDied
 from penstock.ranks.processes import launch as module
@@ -205,6 +207,73 @@ def test_running_ranks_are_terminated_and_killed_if_they_ignore_it():
     assert ended.log == []
     assert polite.log == ["terminate", "limited wait"]
     assert stuck.log == ["terminate", "limited wait", "kill", "wait"]
+
+
+class Running(Process):
+    """A process that runs until it gets a signal."""
+
+    def __init__(self):
+        super().__init__(ends_by=("terminate", "kill"))
+        self.end = threading.Event()
+
+    def wait(self, timeout=None):
+        """Return the status; a limited wait is over at once."""
+        if timeout is None:
+            assert self.end.wait(HANG_S)
+        return super().wait(timeout)
+
+    def _signal(self, name, status):
+        super()._signal(name, status)
+        self.end.set()
+
+
+def store_with(log):
+    """A store of one world, which notes the reasons of failures."""
+    return SimpleNamespace(
+        find=lambda ending: [f"world/{ending}"],
+        compare_set=lambda key, expected, value: log.append(json.loads(value)["reason"]),
+    )
+
+
+def test_ranks_that_still_run_are_ended_last_and_are_not_the_cause(tmp_path):
+    """The others learn the reason at once; what another attempt needs is collected from all."""
+    log = []
+    failed = _Child(1, Process(1), tmp_path / "result-1")
+    failed.result.write_bytes(cloudpickle.dumps(error_of(1, 1.0, consequence=True)))
+    running = _Child(0, Running(), tmp_path / "result-0")
+    children = [running, failed]
+    recovery = SimpleNamespace(collect=lambda store, processes: log.append(list(processes)))
+    with pytest.raises(RankFailed, match=r"^rank 1 failed\n"):
+        module._watch(children, store_with(log), recovery)
+    assert log == ["rank 1 failed", [running.process, failed.process]]
+    assert running.process.log[-3:] == ["limited wait", "terminate", "limited wait"]
+
+
+def test_a_rank_that_was_stopped_for_too_long_is_named_with_that_reason(tmp_path, monkeypatch):
+    """And not by the signal with which the launcher has ended it."""
+    children = [_Child(rank, Running(), tmp_path / f"result-{rank}") for rank in range(3)]
+
+    def end_overdue():
+        children[1].process.kill()
+        return {1: "was stopped for 5 s"}
+
+    watch = SimpleNamespace(end_overdue=end_overdue)
+    monkeypatch.setattr(module, "StoppedRanks", lambda processes: watch)
+    monkeypatch.setattr(module, "LOOK_S", 0.001)
+    log = []
+    with pytest.raises(
+        RankDied, match=r"^rank 1 \(pid 4000\) was stopped for 5 s.*ranks 0, 2 stopped"
+    ):
+        module._watch(children, store_with(log), None)
+    assert log == ["rank 1 (pid 4000) was stopped for 5 s"]
+
+
+def test_a_run_is_over_when_all_ranks_have_written_their_values(tmp_path):
+    """Nothing is published or ended."""
+    children = children_of(tmp_path, (0, VALUE), (0, VALUE))
+    module._watch(children, store_with(log := []), None)
+    assert log == []
+    assert all(set(child.process.log) <= {"wait"} for child in children)
 
 
 @pytest.mark.parametrize(
