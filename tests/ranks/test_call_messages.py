@@ -431,18 +431,3 @@ def test_the_difference_that_was_found_first_is_raised_by_all(monkeypatch):
     batch, source = begin(calls), begin(other, X + 1)
     with pytest.raises(RanksDiffer, match=r"^the first$"):
         calls.verify(1, float(source.checksum()), batch)
-
-
-@pytest.mark.parametrize("number", [0, 8, 32])
-def test_batches_that_are_compared_whole_are_read_on_a_device_as_well(number):
-    """The host waits for these. The device here has no numbers."""
-    store = HashStore()
-    x = torch.zeros(8, 4, device="meta")
-
-    def job(rank):
-        calls = calls_of(rank, first=number, store=store)
-        begin(calls, x, Y)
-        return len(calls._recent[-1].values)
-
-    with ThreadPoolExecutor(2) as pool:
-        assert list(pool.map(job, range(2))) == [2, 2]
