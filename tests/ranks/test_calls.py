@@ -16,7 +16,7 @@ from torch.utils.data.distributed import DistributedSampler
 from penstock.batches.batch import make_batch
 from penstock.batches.batch_parts import BatchPart
 from penstock.errors import RanksDiffer, SettingError
-from penstock.ranks.calls import END_OF_TRAIN, FIRST_BATCHES, ComparedCalls, unlike
+from penstock.ranks.calls import END_OF_TRAIN, FIRST_BATCHES, ComparedCalls
 
 X, Y = torch.arange(32.0).reshape(8, 4), torch.arange(8)
 
@@ -216,13 +216,6 @@ def test_without_check_data_ranks_may_have_batches_of_their_own():
     one.verify(1, float(source.checksum()), batch)
     with pytest.raises(RanksDiffer, match="eval_batch with 2 micro-batches on rank 1"):
         one.verify(1, float(begun(other, X, Y, "eval_batch").checksum()), begun(one, X, Y))
-
-
-def test_numbers_that_were_not_read_are_like_all_others():
-    """On a GPU not every batch's numbers are waited for."""
-    assert not unlike(5 << 26, 5 << 26 | 77)
-    assert unlike(5 << 26 | 78, 5 << 26 | 77)
-    assert unlike(6 << 26, 5 << 26)
 
 
 @pytest.mark.parametrize("wrapped", [False, True])

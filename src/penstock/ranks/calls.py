@@ -49,6 +49,9 @@ _MASK = (1 << _BITS) - 1
 #: Seconds for which a difference waits for the other rank's words.
 _PATIENCE_S = 3.0
 
+#: Seconds between two looks at the words of the other ranks.
+_PAUSE_S = 0.02
+
 
 def is_compared_whole(batch: int) -> bool:
     """Return whether ranks compare all numbers of a batch, given its number in the run, from 0."""
@@ -249,14 +252,18 @@ class ComparedCalls(Calls):
             )
             self._board.fail(str(error))
             raise error
-        entries = [json.loads(text) for text in self._store.multi_get(keys)]
-        rows = {
-            rank: [row[0], crc_of(json.dumps(row[6])), *row[2:5]]
-            for rank, row in enumerate(entries)
-        }
-        steps = {rank: f"step {row[5]}" for rank, row in enumerate(entries)}
-        has_other_numbers = differ([row[6] for row in entries])
-        if len({(row[1] >> _BITS) for row in entries}) > 1 or has_other_numbers:
+        rows: dict[int, list[Any]] = {}
+        steps: dict[int, str] = {}
+        forms: set[int] = set()
+        numbers_of_ranks: list[list[int | None]] = []
+        for rank, text in enumerate(self._store.multi_get(keys)):
+            number, check, name, form, values, step_of_rank, numbers_of_rank = json.loads(text)
+            # For the message a checksum of all numbers, where `check` has one of a sample.
+            rows[rank] = [number, crc_of(json.dumps(numbers_of_rank)), name, form, values]
+            steps[rank] = f"step {step_of_rank}"
+            forms.add(check >> _BITS)
+            numbers_of_ranks.append(numbers_of_rank)
+        if len(forms) > 1 or differ(numbers_of_ranks):
             raise RanksDiffer(message_of(call.number, rows, steps))
 
     def verify(self, source: int, check: float, batch: Batch) -> None:
@@ -265,15 +272,8 @@ class ComparedCalls(Calls):
         if not unlike(expected, int(check)):
             return
         number = next((call.number for call in self._recent if call.check == expected), 0)
-        until = time.monotonic() + _PATIENCE_S
-        others = self._board.other_calls()
-        while (
-            not any(row[0] == number for row in others.get(source, ())) and time.monotonic() < until
-        ):
-            time.sleep(0.02)
-            others = self._board.other_calls()
         message = (
-            self.difference(others)
+            self.difference(self._calls_of_others(source, number))
             or f"rank {source} has another batch than rank {self._rank} in call {number}"
         )
         if batch.training:
@@ -281,6 +281,16 @@ class ComparedCalls(Calls):
         self._board.fail(message, differs=True)
         self._board.check_difference()  # another rank may have been first, and all say the same
         raise RanksDiffer(message)
+
+    def _calls_of_others(self, source: int, number: int) -> dict[int, list[list[Any]]]:
+        """Return the calls of the other ranks, by rank, waiting for call `number` of rank `source`."""
+        end_s = time.monotonic() + _PATIENCE_S
+        while True:
+            others = self._board.other_calls()
+            has_come = any(row[0] == number for row in others.get(source, ()))
+            if has_come or time.monotonic() >= end_s:
+                return others
+            time.sleep(_PAUSE_S)
 
     def rows(self) -> list[list[Any]]:
         """Return the rows of the last calls, oldest first. The board's thread calls it."""
