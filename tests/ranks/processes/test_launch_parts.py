@@ -276,6 +276,24 @@ def test_a_run_is_over_when_all_ranks_have_written_their_values(tmp_path):
     assert all(set(child.process.log) <= {"wait"} for child in children)
 
 
+def test_ranks_that_run_are_ended_where_another_cannot_be_started(monkeypatch):
+    """They would wait for it; and what another attempt needs is prepared before all of them."""
+    log, running = [], Running()
+
+    def start(environment, job, result):
+        log.append(f"start rank {environment['RANK']}")
+        if environment["RANK"] == "1":
+            raise OSError("no processes left")
+        return running
+
+    monkeypatch.setattr(module, "start_rank", start)
+    recovery = SimpleNamespace(begin=lambda store: log.append("begin"))
+    with pytest.raises(OSError, match="no processes left"):
+        module.launch(print, 3, recovery=recovery, on_start=log.append)
+    assert log == ["begin", "start rank 0", "start rank 1"]
+    assert running.log == ["terminate", "limited wait"]
+
+
 @pytest.mark.parametrize(
     ("cores", "ranks", "threads", "expected"), [(8, 3, None, 2), (2, 4, None, 1), (8, 2, 3, 3)]
 )
