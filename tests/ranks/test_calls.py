@@ -204,6 +204,8 @@ def test_the_first_batches_are_compared_before_they_are_played():
         thread.join()
     assert errors[0] == errors[1]
     assert "different batches in call 3" in errors[0]
+    lines = errors[0].splitlines()[1:-1]
+    assert [line.rpartition(" on ")[2] for line in lines] == ["rank 0", "rank 1"]
 
 
 def test_without_check_data_ranks_may_have_batches_of_their_own():

@@ -77,6 +77,18 @@ def test_what_does_not_come_in_time_is_said(deadline_s):
     assert ends[1].post(0, forward(1), "").wait().value().item() == 1
 
 
+def test_a_wait_is_over_exactly_at_the_deadline(ends, monkeypatch):
+    """The user has set how long a rank waits for another."""
+    clock = SimpleNamespace(now_s=159.9)
+    clock.monotonic = lambda: clock.now_s
+    monkeypatch.setattr(same_host, "time", clock)
+    ends[1]._check_alive(0, 100.0)
+    clock.now_s = 160.0
+    with pytest.raises(TransportTimeout, match="for 60 s"):
+        ends[1]._check_alive(0, 100.0)
+    monkeypatch.undo()
+
+
 def test_who_closes_waits_until_what_he_has_sent_can_outlive_him(ends, monkeypatch):
     """A rank may end right after its last message, which lies in memory that its receiver has not
     opened yet.

@@ -90,6 +90,19 @@ def test_a_missing_rank_is_named_at_the_deadline():
         SettingsExchange(HashStore(), 0, 3, 0.01).compare(described(seed="0"))
 
 
+def test_keys_are_awaited_for_the_deadline_and_the_missing_ranks_are_returned(monkeypatch):
+    """Whatever the number of keys; pauses between looks grow, so that a slow rank costs little."""
+    store, pauses = HashStore(), []
+    clock = SimpleNamespace(monotonic=lambda: sum(pauses), sleep=pauses.append)
+    monkeypatch.setattr(settings_exchange, "time", clock)
+    store.set("a/1", "")
+    keys = [f"a/{rank}" for rank in range(4)]
+    assert missing_keys(store, keys, lambda: None, 0.5) == [0, 2, 3]
+    assert 0.5 <= sum(pauses) <= 0.52
+    assert pauses == sorted(pauses)
+    assert pauses[0] < pauses[-1] == 0.02
+
+
 def test_every_exchange_has_values_of_its_own_in_the_order_of_the_ranks():
     """A rank that is one exchange ahead must not read the values of the one before."""
     store = HashStore()
