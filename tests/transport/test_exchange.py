@@ -172,19 +172,21 @@ def test_no_send_starts_before_those_of_the_previous_exchange_have_left():
 
 def test_the_exchanges_of_a_group_send_one_after_the_other(monkeypatch):
     """The second must not begin to send while the first still does."""
-    log, gate = [], threading.Event()
+    log, begun, gate = [], threading.Event(), threading.Event()
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
     monkeypatch.setattr(dist, "get_rank", lambda group: 0)
     monkeypatch.setattr(dist, "irecv", lambda *_: GatedWork("r", []))
 
     def send(piece, target, group, tag):
         log.append(f"send {tag} started")
+        begun.set()
         return GatedWork(f"send {tag}", log, gate)
 
     monkeypatch.setattr(dist, "isend", send)
     exchanger = Exchanger(object(), 60.0)
     pieces = torch.zeros(2).chunk(2)
     first, second = (exchanger.start(pieces, pieces) for _ in range(2))
+    assert begun.wait(SOON.total_seconds())
     with pytest.raises(RuntimeError, match="longer"):
         second.wait(timedelta(milliseconds=20))
     assert log == ["send 0 started"]
