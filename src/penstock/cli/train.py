@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from penstock.training.config import TrainConfig
     from penstock.training.job import Prepared
     from penstock.training.measurement import Say
-    from penstock.training.rank import RankResult
+    from penstock.training.rank_result import RankResult
 
 
 def train(

@@ -34,7 +34,7 @@ def begin(pipe: Pipeline, task: Task, config: TrainConfig, *, quiet: bool) -> No
 
 
 def resume(
-    pipe: Pipeline, checkpoints: Checkpoints, config: TrainConfig, folder: Path, *, first: bool
+    pipe: Pipeline, checkpoints: Checkpoints, config: TrainConfig, folder: Path, *, is_rank_0: bool
 ) -> None:
     """Load the newest whole checkpoint of a run that continues, on disk or in memory.
 
@@ -43,7 +43,7 @@ def resume(
         checkpoints: of the run.
         config: of the run.
         folder: of the run.
-        first: whether this is rank 0, which accepts the new files of the run.
+        is_rank_0: whether this is rank 0, which accepts the new files of the run.
 
     Raises:
         FileError: there is no whole checkpoint, or it does not fit.
@@ -51,7 +51,7 @@ def resume(
     if checkpoints.resume(pipe) is None:
         raise FileError(f"{folder} holds no checkpoint to continue from")
     set_options(pipe, config)
-    if first:
+    if is_rank_0:
         accept_run(folder, pipe.step)
         if checkpoints.memory is not None:
             release(checkpoints.memory)

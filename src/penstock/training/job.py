@@ -39,7 +39,8 @@ from penstock.training.measurement import Say, find_devices, measure_cluster, me
 from penstock.training.metrics import check_wandb
 from penstock.training.optimizer import sample_optimizer
 from penstock.training.plan_file import load_plan, load_plan_for
-from penstock.training.rank import RankResult, train_rank
+from penstock.training.rank import train_rank
+from penstock.training.rank_result import RankResult
 from penstock.training.resume import check_checkpoint, remove_staging, staging_folder
 from penstock.training.sources.model_sources import parse_model
 from penstock.training.task import data_name, make_task

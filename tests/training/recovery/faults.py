@@ -17,8 +17,10 @@ from torch import nn
 
 from penstock.runtime.interpreter import Interpreter
 from penstock.schedule.op import Kind
-from penstock.training.rank import RankResult, _Training, train_rank
+from penstock.training.rank import train_rank
+from penstock.training.rank_result import RankResult
 from penstock.training.recovery.live_state import LiveState
+from penstock.training.training_loop import TrainingLoop
 
 FEATURES, CLASSES = 4, 4
 
@@ -78,14 +80,14 @@ class FaultyRank:
             os.kill(os.getpid(), signal.SIGKILL)
 
         if fault.place is None:
-            finish_step = _Training._finish_step
+            finish_step = TrainingLoop._finish_step
 
-            def finish(training, *args, **options) -> None:
-                if training.result.steps + 1 == fault.step:
+            def finish(loop, *args, **options) -> None:
+                if loop.result.steps + 1 == fault.step:
                     die()
-                finish_step(training, *args, **options)
+                finish_step(loop, *args, **options)
 
-            _Training._finish_step = finish
+            TrainingLoop._finish_step = finish
             return
         run_step = Interpreter.run_step
         updates = 0
