@@ -297,7 +297,7 @@ def test_a_straight_pipeline_on_more_devices_than_layers_is_refused():
     """Every device must get a stage of its own, and there are not that many layers."""
     costs = LayerCosts((1.0,) * 3, (2.0,) * 3, (1.0,) * 3, (1.0,) * 3, (1.0,) * 3)
     with pytest.raises(
-        PlanError, match="3 layers cannot be spread over 4 components: no stage may stand twice"
+        PlanError, match="3 layers cannot be spread over 4 components: no stage may be replicated"
     ):
         hierarchical_cut(costs, [Level(4, 1.0)], Rules(straight=True))
 

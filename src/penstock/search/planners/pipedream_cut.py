@@ -22,9 +22,12 @@ from itertools import chain
 from typing import Literal, final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from penstock.errors import PlanError
 from penstock.search.planners.layer_costs import LayerCosts, Numbers, over_ranges
+
+Indices = NDArray[np.int64]
 
 
 @final
@@ -111,16 +114,19 @@ def hierarchical_cut(costs: LayerCosts, levels: Sequence[Level], rules: Rules | 
     github.com/msr-fiddle/pipedream.
     """
     rules = rules or Rules()
-    seconds, weights = over_ranges(costs.seconds), over_ranges(costs.parameter_bytes)
-    activations = over_ranges(costs.activation_bytes)
-    output = np.asarray(costs.output_bytes, float)
-    within, tables = 1, []
+    ranges = _RangeCosts(
+        over_ranges(costs.seconds),
+        over_ranges(costs.parameter_bytes),
+        over_ranges(costs.activation_bytes),
+        np.asarray(costs.output_bytes, float),
+    )
+    components_below, tables = 1, []
     for number, level in enumerate(levels):
-        table = _Table(seconds, weights, activations, output, level, rules)
-        table.fill(within, whole_only=number == len(levels) - 1)
+        table = _Table(ranges, level, rules)
+        table.fill(components_below, whole_only=number == len(levels) - 1)
         # To the level above, a range of layers is as slow as its best cut over this whole level.
-        seconds = table.all_components()
-        within = level.components
+        ranges = replace(ranges, seconds=table.all_components())
+        components_below = level.components
         tables.append(table)
     slowest = tables[-1].best(0, len(costs) - 1)
     if not np.isfinite(slowest):
@@ -138,7 +144,7 @@ def _describe_limits(rules: Rules) -> str:
     if rules.stages is not None:
         limits.append(f"{rules.stages} stages are requested")
     if rules.straight:
-        limits.append("no stage may stand twice")
+        limits.append("no stage may be replicated")
     elif rules.most_replicas is not None:
         limits.append(f"no stage may have more than {rules.most_replicas} replicas")
     if rules.memory_bytes is not None:
@@ -156,135 +162,180 @@ def _parts(tables: Sequence[_Table], start: int, stop: int) -> tuple[Part, ...]:
     )
 
 
-class _Table:
-    """One level: the slowest stage and the last cut, for all ranges and numbers of components.
+@final
+@dataclass(frozen=True)
+class _RangeCosts:
+    """Costs of a minibatch, summed over ranges of layers.
 
-    `time[s]` is indexed [i, j, m]. If the number of stages is fixed, s counts stages; else it is 0.
+    Attributes:
+        seconds, parameter_bytes, activation_bytes: entry [i, j] is for layers i .. j on one
+            component; infinite for j < i.
+        output_bytes: of every layer.
     """
 
-    def __init__(
-        self,
-        seconds: Numbers,
-        weights: Numbers,
-        activations: Numbers,
-        output: Numbers,
-        level: Level,
-        rules: Rules,
-    ) -> None:
-        self.seconds, self.weights, self.activations = seconds, weights, activations
-        self.level, self.rules = level, rules
-        self.layers, self.most = len(output), level.components
-        self.replicas = 1 if rules.straight else min(self.most, rules.most_replicas or self.most)
-        counts = np.arange(1, self.replicas + 1)
-        self.counts = counts.astype(float)
-        senders = self.counts if rules.form == "code" else np.ones(self.replicas)
-        self.hop = 2 * output[:, None] / (level.bandwidth_bytes_per_s * senders)
-        # In the code a stage's output also counts with its own number of components; that of the
-        # last layer is not sent.
-        self.out = self.hop.copy() if rules.form == "code" else np.zeros_like(self.hop)
-        self.out[-1] = 0.0
+    seconds: Numbers
+    parameter_bytes: Numbers
+    activation_bytes: Numbers
+    output_bytes: Numbers
 
-    def _stage(self, rows: slice, j: int, within: int = 1) -> Numbers:
-        """Return the seconds of stages from each of `rows` to layer j, by number of components."""
-        compute, weights = self.seconds[rows, j, None], self.weights[rows, j, None]
-        sync: Numbers = (
-            2 * (self.counts - 1) / self.counts * weights / self.level.bandwidth_bytes_per_s
-        )
-        total: Numbers = np.maximum(compute, sync)
-        if self.rules.form == "code":
-            total = compute + 2 * sync / within
-        per_component: Numbers = total / self.counts
-        return per_component
 
-    def fill(self, within: int, *, whole_only: bool) -> None:
-        """Compute all entries; with `whole_only` only those of ranges from the first layer.
+class _Table:
+    """The dynamic program of one level: the best cut of every range of layers on every number of
+    components.
 
-        `behind` has the layer before the last cut, -1 for a single stage; `last` the number of
-        components of the last stage.
+    Attributes:
+        slowest_s: the slowest stage or link, A of the module's docstring: an array [i, j, m] for
+            layers i .. j on m components. With a required number of stages there is one array for
+            every number of stages up to it, else a single array for any number.
+        last_cut: in the same form, the layer before the last cut; -1 for a single stage.
+        last_replicas: in the same form, the components of the last stage.
+    """
+
+    def __init__(self, ranges: _RangeCosts, level: Level, rules: Rules) -> None:
+        self.ranges, self.level, self.rules = ranges, level, rules
+        self.layers, self.components = len(ranges.output_bytes), level.components
+        limit = 1 if rules.straight else rules.most_replicas or self.components
+        self.most_replicas = min(self.components, limit)
+        self.replica_counts = np.arange(1, self.most_replicas + 1).astype(float)
+        # Seconds of the transfers into a stage behind a layer and out of a stage that ends with it,
+        # indexed [layer, replicas - 1]. In the form "code" the replicas share a transfer, and a
+        # stage's output counts as well; that of the last layer is not sent.
+        is_code = rules.form == "code"
+        senders = self.replica_counts if is_code else np.ones(self.most_replicas)
+        self.input_s = 2 * ranges.output_bytes[:, None] / (level.bandwidth_bytes_per_s * senders)
+        self.output_s = self.input_s.copy() if is_code else np.zeros_like(self.input_s)
+        self.output_s[-1] = 0.0
+
+    def fill(self, components_below: int, *, whole_only: bool) -> None:
+        """Compute all entries.
+
+        Args:
+            components_below: number of components of the level below, 1 at the lowest.
+            whole_only: compute only the ranges that start with the first layer.
         """
-        rows = 1 if whole_only else self.layers
-        stages = self.rules.stages or 1
+        starts = 1 if whole_only else self.layers
+        tables = self.rules.stages or 1
         # By number of components from 0; no range runs on 0, so that column stays infinite.
-        shape = (rows, self.layers, self.most + 1)
-        self.time = [np.full(shape, np.inf) for _ in range(stages)]
-        self.behind = [np.full(shape, -1, np.int32) for _ in range(stages)]
-        self.last = [np.zeros(shape, np.int32) for _ in range(stages)]
+        shape = (starts, self.layers, self.components + 1)
+        self.slowest_s = [np.full(shape, np.inf) for _ in range(tables)]
+        self.last_cut = [np.full(shape, -1, np.int32) for _ in range(tables)]
+        self.last_replicas = [np.zeros(shape, np.int32) for _ in range(tables)]
         for j in range(self.layers):
-            upto = min(j + 1, rows)
+            rows = slice(0, min(j + 1, starts))
             # A single stage on m components has the other components of the level behind it.
-            exceeds = self._exceeds_memory(slice(0, upto), j, self.most - self.counts)
-            single = np.where(exceeds, np.inf, self._stage(slice(0, upto), j, within))
-            self.time[0][:upto, j, 1 : self.replicas + 1] = single
-            self.last[0][:upto, j, 1 : self.replicas + 1] = np.arange(1, self.replicas + 1)
-        # Without a number of stages the one table is updated in place.
-        is_free = self.rules.stages is None
-        steps = [(0, 0)] if is_free else [(s, s - 1) for s in range(1, stages)]
-        for s, before in steps:
+            exceeds = self._exceeds_memory(rows, j, self.components - self.replica_counts)
+            single_s = np.where(exceeds, np.inf, self._stage_s(rows, j, components_below))
+            self.slowest_s[0][rows, j, 1 : self.most_replicas + 1] = single_s
+            self.last_replicas[0][rows, j, 1 : self.most_replicas + 1] = self.replica_counts
+        if self.rules.stages is None:
+            # The single array is updated in place. Its entries for ranges that end before j are
+            # complete when those that end with j are computed.
+            table_pairs = [(0, 0)]
+        else:
+            table_pairs = [(stages - 1, stages) for stages in range(1, tables)]
+        for earlier, table in table_pairs:
             for j in range(1, self.layers):
-                self._cut(s, before, j)
+                self._add_last_stage(earlier, table, j)
+
+    def _stage_s(self, starts: slice, j: int, components_below: int = 1) -> Numbers:
+        """Return the seconds of stages from each of `starts` to layer j, by number of replicas."""
+        replicas = self.replica_counts
+        compute_s = self.ranges.seconds[starts, j, None]
+        parameter_bytes = self.ranges.parameter_bytes[starts, j, None]
+        sync_s: Numbers = (
+            2 * (replicas - 1) / replicas * parameter_bytes / self.level.bandwidth_bytes_per_s
+        )
+        if self.rules.form == "code":
+            total_s: Numbers = compute_s + 2 * sync_s / components_below
+        else:
+            total_s = np.maximum(compute_s, sync_s)
+        return np.asarray(total_s / replicas)
 
     def _exceeds_memory(
-        self, rows: slice, j: int, behind: Numbers | int
+        self, starts: slice, j: int, components_behind: Numbers | int
     ) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
-        """Return whether the stages from each of `rows` to layer j exceed the memory, by number of
-        components.
+        """Return whether the stages from each of `starts` to layer j exceed the memory, by number
+        of replicas.
         """
         if self.rules.memory_bytes is None:
             return np.zeros((1, 1), bool)
-        waiting: Numbers = np.ceil(behind / self.counts)
-        weights, activations = self.weights[rows, j, None], self.activations[rows, j, None]
+        waiting: Numbers = np.ceil(components_behind / self.replica_counts)
+        parameter_bytes = self.ranges.parameter_bytes[starts, j, None]
+        activation_bytes = self.ranges.activation_bytes[starts, j, None]
         if self.rules.form == "code":
-            total: Numbers = waiting * (weights + activations)
+            total: Numbers = waiting * (parameter_bytes + activation_bytes)
         else:
             versions = waiting + 1 if self.rules.stash else 1
-            total = (waiting + 1) * activations + (
-                versions + self.rules.other_state_factor
-            ) * weights
+            state_factor = versions + self.rules.other_state_factor
+            total = (waiting + 1) * activation_bytes + state_factor * parameter_bytes
         return total > self.rules.memory_bytes
 
-    def _cut(self, s: int, before: int, j: int) -> None:
-        """Update the entries of all ranges that end with layer j by one more cut."""
-        # By cut: the last stage, the link into it, and in the code the link out of it.
-        last_stage = np.maximum(
-            np.maximum(self._stage(slice(1, j + 1), j), self.hop[:j]), self.out[j]
-        )
-        time, earlier = self.time[s], self.time[before]
-        rows = min(j, len(time))
-        for m in range(2, self.most + 1):
-            count = min(m - 1, self.replicas)
-            exceeds = self._exceeds_memory(slice(1, j + 1), j, self.most - m)
-            last = np.where(exceeds, np.inf, last_stage)[None, :, :count]
-            # [range, cut, components of the last stage]; the slice runs backwards, since the more
-            # components the last stage has, the fewer are left for the layers before it.
-            totals = np.maximum(earlier[:rows, :j, m - 1 : m - 1 - count : -1], last)
-            totals = totals.reshape(rows, -1)
-            best = totals.argmin(axis=1)
-            value = totals[np.arange(rows), best]
+    def _add_last_stage(self, earlier: int, table: int, j: int) -> None:
+        """Improve the entries of all ranges that end with layer j, by one more cut.
+
+        This is the recurrence's second line: of layers i .. k on m - r components and a last stage
+        of layers k + 1 .. j on r, the slower counts; the best k and r are chosen for every i and m.
+
+        Args:
+            earlier: index of the array with the layers before the last stage.
+            table: index of the array to improve.
+            j: last layer of the ranges.
+        """
+        cuts = slice(0, j)  # k
+        # [k, r - 1]: the last stage, and the transfers into it and out of it.
+        last_s = np.maximum(self._stage_s(slice(1, j + 1), j), self.input_s[cuts])
+        last_s = np.maximum(last_s, self.output_s[j])
+        starts = min(j, len(self.slowest_s[table]))
+        for m in range(2, self.components + 1):
+            most = min(m - 1, self.most_replicas)
+            exceeds = self._exceeds_memory(slice(1, j + 1), j, self.components - m)
+            fitting_s = np.where(exceeds, np.inf, last_s)[:, :most]
+            # [i, k, r - 1]. The slice runs backwards, since the more components the last stage has,
+            # the fewer are left for the layers before it.
+            earlier_s = self.slowest_s[earlier][:starts, cuts, m - 1 : m - 1 - most : -1]
+            best_s, cut, replicas = _best_pair(earlier_s, fitting_s)
             # Strictly better: of equal ones the earlier cut stays.
-            better = np.flatnonzero(value < time[:rows, j, m])
-            time[better, j, m] = value[better]
-            # The flat index of [cut, components] is cut * count + components - 1.
-            self.behind[s][better, j, m] = best[better] // count
-            self.last[s][better, j, m] = best[better] % count + 1
+            better = np.flatnonzero(best_s < self.slowest_s[table][:starts, j, m])
+            self.slowest_s[table][better, j, m] = best_s[better]
+            self.last_cut[table][better, j, m] = cut[better]
+            self.last_replicas[table][better, j, m] = replicas[better]
 
     def all_components(self) -> Numbers:
         """Return [i, j]: the best time of layers i .. j on all components."""
-        return self.time[-1][:, :, self.most]
+        return self.slowest_s[-1][:, :, self.components]
 
     def best(self, i: int, j: int) -> float:
         """Return the best time of layers i .. j on all components."""
-        return float(self.time[-1][i, j, self.most])
+        return float(self.slowest_s[-1][i, j, self.components])
 
     def parts(self, i: int, j: int) -> tuple[Part, ...]:
         """Return the stages of the best time of layers i .. j, traced back from the last."""
         parts: list[Part] = []
-        s, m = len(self.time) - 1, self.most
+        table, m = len(self.slowest_s) - 1, self.components
         while True:
-            behind, last = int(self.behind[s][i, j, m]), int(self.last[s][i, j, m])
-            parts.append(Part(behind + 1 if behind >= 0 else i, j + 1, last))
-            if behind < 0:
+            cut = int(self.last_cut[table][i, j, m])
+            replicas = int(self.last_replicas[table][i, j, m])
+            is_first_stage = cut < 0
+            parts.append(Part(i if is_first_stage else cut + 1, j + 1, replicas))
+            if is_first_stage:
                 return tuple(reversed(parts))
-            j, m, s = behind, m - last, s if self.rules.stages is None else s - 1
+            j, m = cut, m - replicas
+            if self.rules.stages is not None:
+                table -= 1
+
+
+def _best_pair(earlier_s: Numbers, last_s: Numbers) -> tuple[Numbers, Indices, Indices]:
+    """Return, for every first layer, the least maximum of the layers before the last stage and the
+    last stage; its cut; and its number of replicas.
+
+    Args:
+        earlier_s: indexed [first layer, cut, replicas - 1].
+        last_s: indexed [cut, replicas - 1].
+    """
+    slowest_s = np.maximum(earlier_s, last_s).reshape(len(earlier_s), -1)
+    best = slowest_s.argmin(axis=1)
+    cut, replicas_index = np.divmod(best, last_s.shape[1])
+    return slowest_s[np.arange(len(best)), best], cut, replicas_index + 1
 
 
 def spread(
