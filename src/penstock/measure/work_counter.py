@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from typing import Any, final
 
 import torch
@@ -17,20 +17,38 @@ from penstock.errors import SettingError
 from penstock.grad.saved_version import observing_saved_tensors
 from penstock.grad.split import input_grad, weight_grad
 from penstock.measure.example_samples import checked_tensors, tensors_in
+from penstock.measure.layer_signature import Signature, layer_signature, value_signature
 from penstock.measure.op_work import OpWork, op_work
 from penstock.measure.saved_storages import SavedStorages
 from penstock.measure.timed_passes import Loss, WithLoss, bytes_of, named_failure
-from penstock.profile.counts import LayerCounts, ModelCounts, Work
+from penstock.measure.work_lines import SIZES, fit_lines
+from penstock.profile.counts import LayerCounts, ModelCounts
 from penstock.tracing.traced_chain import TracedChain, chain
 
-#: Micro-batch sizes at which ops are counted, to fit a line. Not 1: with a single sample, batch
-#: norm may have nothing to normalise.
-_SIZES = (2, 4)
 _PHASES = ("forward", "backward", "input_grad", "weight_grad")
-_Phases = dict[str, list[OpWork]]
 
-#: A hashable key of a value or a layer; see `_signature`.
-_Signature = object
+
+@final
+@dataclass(frozen=True)
+class _CountedLayer:
+    """The ops of a layer by phase, and the bytes of its output, for one number of samples."""
+
+    phases: dict[str, list[OpWork]]
+    output_bytes: int
+
+
+@final
+@dataclass(frozen=True)
+class _ActivationBytes:
+    """Bytes of a layer's activations for the larger number of samples.
+
+    Attributes:
+        saved: for its backward.
+        entry: besides, if a stage begins with the layer: its input.
+    """
+
+    saved: int
+    entry: int
 
 
 def count(
@@ -68,14 +86,15 @@ def count(
     if loss is not None:
         modules[-1] = WithLoss(modules[-1], loss, targets)
     with mode, torch.enable_grad():
-        signatures = [_module_signature(module) for module in modules]
-        runs = [_count_size(traced, modules, signatures, example, size) for size in _SIZES]
-        value = _fake_inputs(modules, example, _SIZES[-1])
-        saved_bytes, entry_bytes = _activation_bytes(modules, signatures, value)
+        signatures = [layer_signature(module) for module in modules]
+        small_layers, large_layers = (
+            _count_size(traced, modules, signatures, example, size) for size in SIZES
+        )
+        inputs = _fake_inputs(modules, example, SIZES[-1])
+        activations = _activation_bytes(modules, signatures, inputs)
     layers = []
-    for index, ((small, _), (large, output_bytes)) in enumerate(zip(*runs, strict=True)):
-        layer_bytes = (saved_bytes[index], output_bytes, entry_bytes[index])
-        layers.append(_layer_counts(traced, index, (small, large), layer_bytes))
+    for index, (small, large) in enumerate(zip(small_layers, large_layers, strict=True)):
+        layers.append(_layer_counts(traced, index, small, large, activations[index]))
     floats = [leaf for leaf in tensors if leaf.is_floating_point()]
     return ModelCounts(
         tuple(layers),
@@ -91,19 +110,19 @@ def count(
 def _count_size(
     traced: TracedChain,
     modules: Sequence[nn.Module],
-    signatures: Sequence[_Signature],
+    signatures: Sequence[Signature],
     example: Any,
     size: int,
-) -> list[tuple[_Phases, int]]:
-    """Return the phases and the output bytes of every layer for `size` samples.
+) -> list[_CountedLayer]:
+    """Return the counts of every layer for `size` samples.
 
     Equal layers with equal inputs are counted once.
     """
     value = _fake_inputs(modules, example, size)
-    counted: dict[object, tuple[_Phases, Any]] = {}
+    counted: dict[object, tuple[dict[str, list[OpWork]], Any]] = {}
     layers = []
     for index, module in enumerate(modules):
-        key = index > 0, signatures[index], _signature(value)
+        key = index > 0, signatures[index], value_signature(value)
         if key not in counted:
             with named_failure(traced.layers[index].name):
                 counted[key] = _count_layer(module, value, inner=index > 0)
@@ -112,7 +131,7 @@ def _count_size(
             output_bytes = module.output_bytes
         else:
             output_bytes = bytes_of(tensors_in(value))
-        layers.append((phases, output_bytes))
+        layers.append(_CountedLayer(phases, output_bytes))
     return layers
 
 
@@ -122,7 +141,7 @@ def _bytes_per_sample(tensors: Sequence[Tensor]) -> float:
 
 
 def _weight_width(traced: TracedChain) -> int:
-    """Return the bytes of a number of the weights, of the widest."""
+    """Return the bytes per element of the trainable weights with the widest type."""
     widths = (
         fact.bytes // max(torch.Size(fact.shape).numel(), 1)
         for fact in traced.description.tensors
@@ -196,7 +215,9 @@ def _fake_inputs(modules: Sequence[nn.Module], example: Any, size: int) -> Any:
     return _fake_samples(example, size)
 
 
-def _count_layer(module: nn.Module, value: Any, *, inner: bool) -> tuple[_Phases, Any]:
+def _count_layer(
+    module: nn.Module, value: Any, *, inner: bool
+) -> tuple[dict[str, list[OpWork]], Any]:
     """Return one layer's phases and its output; the first layer needs no input gradient.
 
     Args:
@@ -240,51 +261,10 @@ def _detached_inputs(value: Any, *, needs_grad: bool) -> tuple[Any, list[Tensor]
     return pytree.tree_map_only(Tensor, detach, value), leaves
 
 
-def _signature(value: Any) -> _Signature:
-    """Return a key that is equal for values that a layer cannot distinguish by shapes.
-
-    Values of unknown types get a key of their own.
-    """
-    if isinstance(value, Tensor):
-        return tuple(value.shape), value.stride(), value.dtype, value.requires_grad
-    if isinstance(value, (list, tuple)):
-        return type(value), tuple(map(_signature, value))
-    if isinstance(value, (set, frozenset)):
-        return type(value), frozenset(map(_signature, value))
-    if isinstance(value, dict):
-        return type(value), tuple((key, _signature(entry)) for key, entry in value.items())
-    if isinstance(value, (bool, int, float, str, torch.dtype, type(None))):
-        return value
-    return "only", id(value)
-
-
-def _module_signature(module: nn.Module) -> _Signature:
-    """Return a key that is equal for layers that do the same.
-
-    With it a transformer's blocks are counted once.
-    """
-    # Which of its tensors are identical is part of what a layer is: number them by identity.
-    numbers: dict[int, int] = {}
-    parts = []
-    for name, part in module.named_modules(remove_duplicate=False):
-        tensors = []
-        for holder in (part._parameters, part._buffers):
-            for key, tensor in holder.items():
-                number = None if tensor is None else numbers.setdefault(id(tensor), len(numbers))
-                tensors.append((key, _signature(tensor), number))
-        settings = tuple(
-            (key, _signature(value))
-            for key, value in vars(part).items()
-            if key not in ("_parameters", "_buffers", "_modules")
-        )
-        parts.append((name, type(part), tuple(tensors), settings))
-    return tuple(parts)
-
-
 def _activation_bytes(
-    modules: Sequence[nn.Module], signatures: Sequence[_Signature], value: Any
-) -> tuple[list[int], list[int]]:
-    """Return per layer the bytes saved for its backward, and those it saves as a first layer.
+    modules: Sequence[nn.Module], signatures: Sequence[Signature], value: Any
+) -> list[_ActivationBytes]:
+    """Return the activation bytes of every layer.
 
     Each storage counts at the first layer that saves it. A stage that begins with a layer also
     saves its input, unless that counts at this layer or a later one.
@@ -296,7 +276,7 @@ def _activation_bytes(
     repeated: dict[int, int] = {}
     with observing_saved_tensors(saved.add):
         for index, module in enumerate(modules):
-            keys.append((signatures[index], _signature(value)))
+            keys.append((signatures[index], value_signature(value)))
             if len(keys) > 2 and keys[-1] == keys[-2] == keys[-3]:
                 # The input is the output of an equal layer, which itself followed an equal one: so
                 # this layer saves as much as that one.
@@ -309,78 +289,28 @@ def _activation_bytes(
     entries = [saved.entry_bytes(index, row) for index, row in enumerate(inputs)]
     for index, previous in repeated.items():
         entries[index] = entries[previous]
-    return saved.counts, entries
-
-
-def _lines(small: list[OpWork], large: list[OpWork]) -> tuple[Work, ...]:
-    """Fit a line through both sizes for every op, and merge equal ops."""
-    if [work.op for work in small] != [work.op for work in large]:
-        # The layer runs different code for different sizes: add its ops up by name.
-        names = dict.fromkeys(work.op for work in (*small, *large))
-        small = [_sum_of(name, small) for name in names]
-        large = [_sum_of(name, large) for name in names]
-    low, high = _SIZES
-    repeats: dict[Work, int] = {}
-    for at_low, at_high in zip(small, large, strict=True):
-        flops_per_sample = max((at_high.flops - at_low.flops) / (high - low), 0.0)
-        bytes_per_sample = max((at_high.bytes - at_low.bytes) / (high - low), 0.0)
-        line = Work(
-            at_high.op,
-            at_high.family,
-            at_high.launches,
-            at_high.flops - high * flops_per_sample,
-            flops_per_sample,
-            at_high.bytes - high * bytes_per_sample,
-            bytes_per_sample,
-        )
-        repeats[line] = repeats.get(line, 0) + 1
-    return tuple(_multiply(work, count) for work, count in repeats.items())
-
-
-def _multiply(work: Work, count: int) -> Work:
-    """Return `count` equal ops as one."""
-    return replace(
-        work,
-        launches=count * work.launches,
-        flops=count * work.flops,
-        flops_per_sample=count * work.flops_per_sample,
-        bytes=count * work.bytes,
-        bytes_per_sample=count * work.bytes_per_sample,
-    )
-
-
-def _sum_of(name: str, run: list[OpWork]) -> OpWork:
-    """Return the work of all calls of one op in a run, as one."""
-    works = [work for work in run if work.op == name]
-    family = works[0].family if works else "other"
-    return OpWork(
-        name,
-        family,
-        max(sum(work.launches for work in works), 1),
-        sum(work.flops for work in works),
-        sum(work.bytes for work in works),
-    )
+    return [_ActivationBytes(*both) for both in zip(saved.counts, entries, strict=True)]
 
 
 def _layer_counts(
     traced: TracedChain,
     index: int,
-    phases: tuple[_Phases, _Phases],
-    layer_bytes: tuple[int, int, int],
+    small: _CountedLayer,
+    large: _CountedLayer,
+    activations: _ActivationBytes,
 ) -> LayerCounts:
     """Return the counts of one layer.
 
     Args:
         traced: the chain.
         index: of the layer.
-        phases: its ops by phase, at both sizes.
-        layer_bytes: its activations, output and entry at the larger size.
+        small, large: its counts at either of `SIZES`.
+        activations: its bytes at the larger size.
     """
     layer, weights = traced.layers[index], traced.description.weights[index]
-    small, large = phases
-    saved_bytes, output_bytes, entry_bytes = layer_bytes
-    saved_bytes += sum(work.reserve_bytes for work in large["forward"])
-    works = {phase: _lines(small[phase], large[phase]) for phase in _PHASES}
+    reserve_bytes = sum(work.reserve_bytes for work in large.phases["forward"])
+    works = {phase: fit_lines(small.phases[phase], large.phases[phase]) for phase in _PHASES}
+    samples = SIZES[-1]
     return LayerCounts(
         name=layer.name,
         kind=layer.kind,
@@ -389,8 +319,8 @@ def _layer_counts(
         buffer_bytes=weights.buffer_bytes,
         tensor_bytes=weights.tensor_bytes,
         tied_tensors=weights.tied_tensors,
-        activation_bytes_per_sample=saved_bytes / _SIZES[-1],
-        output_bytes_per_sample=output_bytes / _SIZES[-1],
-        entry_bytes_per_sample=entry_bytes / _SIZES[-1],
+        activation_bytes_per_sample=(activations.saved + reserve_bytes) / samples,
+        output_bytes_per_sample=large.output_bytes / samples,
+        entry_bytes_per_sample=activations.entry / samples,
         **works,
     )

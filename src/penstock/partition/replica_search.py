@@ -197,6 +197,10 @@ class Chain:
     ) -> list[Stage] | None:
         """Return the stages with the least sum or least maximum of seconds; None if there are none.
 
+        The dynamic program computes, for every layer and number of ranks, the best stages from that
+        layer to the last one on exactly these ranks (see `dp_loops.least_with`); the stages are
+        then traced back from the first layer.
+
         Args:
             bound: the most seconds of a stage.
             sums: whether to minimise the sum of the stages' seconds; else the slowest stage.
@@ -212,15 +216,19 @@ class Chain:
             if relaxed is None or not self.exceeds_depth(relaxed):
                 return relaxed
         tables = self._least_per_count(bound, sums=sums, stages=stages)
-        any_count = len(tables) > 1 and stages is None
-        counts = range(1 if any_count else len(tables) - 1, len(tables))
+        if stages is not None:
+            counts = [stages]
+        elif len(tables) == 1:
+            counts = [0]  # the single table is for any number of stages
+        else:
+            counts = list(range(1, len(tables)))
         used_ranks = [self.ranks] if exactly else range(1, self.ranks + 1)
+        candidates = []
+        for count in counts:
+            for ranks in used_ranks:
+                candidates.append((float(tables[count][0, ranks]), count, ranks))
         # Of equal values that of the fewest stages wins, then that of the fewest ranks.
-        value, count, ranks = min(
-            (float(tables[count][0, ranks]), count, ranks)
-            for count in counts
-            for ranks in used_ranks
-        )
+        value, count, ranks = min(candidates)
         return None if value == np.inf else self._trace_back(tables, count, ranks, bound, sums=sums)
 
     def _least_per_count(self, bound: float, *, sums: bool, stages: int | None) -> list[Floats]:

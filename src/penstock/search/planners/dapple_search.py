@@ -182,7 +182,12 @@ class _Search:
         return tuple(counts)
 
     def _expand(self, prefix: _Prefix) -> None:
-        """Add one more stage to the prefix, in all ways."""
+        """Add one more stage to the prefix, on every possible place and up to every possible layer.
+
+        For each place, `extend` puts the pipelines with every last layer of the new stage into the
+        table of the state that they lead to, and returns the best of them; a shorter latency than
+        all before becomes the cutoff.
+        """
         from penstock.search.planners_dapple.extend_kernel import StepNumbers, extend
 
         # The new stage, and the rest as the last stage, complete a pipeline of this many.
@@ -190,30 +195,38 @@ class _Search:
         too_deep = self.task.stages is not None and stages > self.task.stages
         if too_deep or self._cannot_improve(prefix):
             return
-        number = len(self.prefixes)
+        prefix_index = len(self.prefixes)
         self.prefixes.append(prefix)
-        # `extend` writes the new stage, the transfers around it and the rest behind these rows.
-        rows = np.zeros((3, len(prefix.rows) + 4))
-        if prefix.rows:
-            rows[:, : len(prefix.rows)] = np.array(prefix.rows).T
-        # Before the new stage comes the transfer to it, unless it is the first.
-        is_first = not prefix.stages
-        new_row = len(prefix.rows) if is_first else len(prefix.rows) + 1
-        for move in self._moves(prefix.used):
-            step = self.moves[move]
-            table = self._table(step.used, stages - 1)
-            numbers = step.numbers
-            numbers[StepNumbers.CUTOFF], numbers[StepNumbers.PREFIX] = self.cutoff_s, number
-            if not is_first:
-                rows[:2, new_row - 1] = self._transfer_s(prefix, step.place)
-            best, rest_start = extend(
-                rows, new_row, prefix.start, step.sums, numbers, (table.values, table.origins)
+        rows, new_row = self._rows_with_room(prefix)
+        for move_index in self._moves(prefix.used):
+            move = self.moves[move_index]
+            table = self._table(move.used, stages - 1)
+            move.numbers[StepNumbers.CUTOFF] = self.cutoff_s
+            move.numbers[StepNumbers.PREFIX] = prefix_index
+            if prefix.stages:
+                rows[:2, new_row - 1] = self._transfer_s(prefix, move.place)
+            best_s, rest_start = extend(
+                rows, new_row, prefix.start, move.sums, move.numbers, (table.values, table.origins)
             )
-            has_rest = rest_start >= 0
-            if has_rest and self.task.stages in (None, stages):
-                self.cutoff_s = min(self.cutoff_s, best)
-                if best < self.best_of.get(stages, (np.inf,))[0]:
-                    self.best_of[stages] = best, number, move, rest_start
+            is_complete = rest_start >= 0 and self.task.stages in (None, stages)
+            if is_complete:
+                self.cutoff_s = min(self.cutoff_s, best_s)
+                if stages not in self.best_of or best_s < self.best_of[stages][0]:
+                    self.best_of[stages] = best_s, prefix_index, move_index, rest_start
+
+    @staticmethod
+    def _rows_with_room(prefix: _Prefix) -> tuple[Numbers, int]:
+        """Return the input array of `extend` with the rows of a prefix, and the column of the new
+        stage.
+
+        Behind the prefix there is room for the transfer to the new stage, unless that is the first,
+        the new stage, the transfer to the rest, and the rest.
+        """
+        count = len(prefix.rows)
+        rows = np.zeros((3, count + 4))
+        if prefix.rows:
+            rows[:, :count] = np.array(prefix.rows).T
+        return rows, count + 1 if prefix.stages else count
 
     def _cannot_improve(self, prefix: _Prefix) -> bool:
         """Return whether no pipeline with these stages can be better than the cutoff.

@@ -164,7 +164,7 @@ class Watch:
         for names, key, value in self._items:
             if names.get(key, MISSING) is not value:
                 return False
-        # All of these dicts were empty: one that is true now has got a member or a hook.
+        # All of these dicts were empty: a non-empty one now has a member or a hook.
         if any(self._empty):
             return False
         for members, ids in self._members:
@@ -189,7 +189,7 @@ class Watch:
 
     def changes(self) -> list[Change]:
         """Return the changes; none if all assigned values are equal to the previous ones."""
-        changes = [*self._structure_changes()]
+        changes = list(self._structure_changes())
         # An object may have changed in place since its digest was stored.
         self._summaries.clear()
         for variable in self._variables:
@@ -199,7 +199,12 @@ class Watch:
 
     def _structure_changes(self) -> Iterator[Change]:
         """Yield the changes of submodules, parameters, buffers and hooks."""
-        # Dicts that were empty are in neither list, hence the default [] below.
+        yield from self._member_changes()
+        yield from self._hook_changes()
+
+    def _member_changes(self) -> Iterator[Change]:
+        """Yield a change for every module with other submodules, parameters or buffers."""
+        # Dicts that were empty are not in the list, hence the default [].
         ids_before = {id(members): ids for members, ids in self._members}
         for path, part in self._parts:
             for kind, member in _MEMBER_NAMES.items():
@@ -208,25 +213,23 @@ class Watch:
                 if [*map(id, members.values())] != before:
                     new = [name for name, value in members.items() if id(value) not in before]
                     listed = ", ".join(f"`{name}`" for name in new) or "one fewer"
-                    yield Change(
-                        f"the {member}s of {path or 'the model'} are others ({listed})",
-                        traceable=False,
-                    )
+                    text = f"the {member}s of {path or 'the model'} are others ({listed})"
+                    yield Change(text, traceable=False)
+
+    def _hook_changes(self) -> Iterator[Change]:
+        """Yield a change for every module with other hooks, and for torch's global hooks."""
+        # As above, dicts that were empty are not in the list.
         keys_before = {id(hooks): keys for hooks, keys in self._hooks}
         for path, part in self._parts:
             for kind, direction in _HOOK_DIRECTIONS.items():
                 hooks = vars(part)[kind]
                 if list(hooks) != keys_before.get(id(hooks), []):
-                    yield Change(
-                        f"the {direction} hooks of {path or 'the model'} are others",
-                        traceable=direction == "forward",
-                    )
+                    text = f"the {direction} hooks of {path or 'the model'} are others"
+                    yield Change(text, traceable=direction == "forward")
         for hooks in _GLOBAL_HOOKS:
             if list(hooks) != keys_before[id(hooks)]:
-                yield Change(
-                    "hooks of all modules (register_module_forward_hook) are others",
-                    traceable=True,
-                )
+                text = "hooks of all modules (register_module_forward_hook) are others"
+                yield Change(text, traceable=True)
 
     def _variables_of(
         self,
@@ -320,6 +323,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _change_text(variable: _Variable) -> str:
+    """Return the description of a variable's change."""
     if variable.value is variable.present:
         return f"{variable.where} has changed in place"
     return f"{variable.where} was {describe_value(variable.value)} and is {describe_value(variable.present)}"
