@@ -17,11 +17,12 @@ from penstock.plan.plan import Option
 from penstock.schedule.catalogue import schedule
 from penstock.search.cut_search.cut_bounds import ROUNDING, all_cuts, lengths_of, stage_sums
 from penstock.search.cuts import layer_bytes
+from penstock.search.planners.layer_costs import Numbers, before
 from penstock.search.proposal import Proposal
 from penstock.search.request import PlanRequest
 from penstock.search.search_space import Configuration
 from penstock.search.shapes import Shape, placements
-from penstock.simulate.gradient_sync import all_reduce_seconds
+from penstock.search.sync_line import sync_line
 
 #: Clusters of more ranks are not considered: the table of the seconds of all stages grows with the
 #: number of ranks.
@@ -260,32 +261,27 @@ def _micro_batch_counts(request: PlanRequest) -> list[int]:
     return sorted(counts)
 
 
-def _stage_seconds_table(request: PlanRequest, micro_batches: int) -> np.ndarray:
+def _stage_seconds_table(request: PlanRequest, micro_batches: int) -> Numbers:
     """Return the seconds per micro-batch of a stage of layers a … b - 1 on k ranks, shape
-    (layers + 1, layers + 1, ranks + 1), indexed [a, b, k].
+    (layers + 1, layers + 1, ranks + 1), indexed [a, b, k]; infinite on 0 ranks.
+
+    The largest of three times counts: a k-th of the work, a k-th of the transfer into the stage,
+    and the all-reduce of its gradients, once per batch, shared by the micro-batches.
     """
     profile, cluster, ranks = request.profile, request.cluster, request.cluster.ranks
     micro_batch, layers = request.batch / micro_batches, len(profile)
-    work = np.concatenate([[0.0], np.cumsum(profile.step_seconds(micro_batch))])
-    parameter_bytes = np.concatenate(
-        [[0.0], np.cumsum([layer.parameter_bytes for layer in profile])]
-    )
     replicas = np.arange(1, ranks + 1)
-    input_s = [0.0] + [
-        cluster.transfer_seconds(micro_batch * layer.output_bytes_per_sample, 0, ranks - 1)
-        for layer in profile
-    ]
-    # The seconds of a gradient sync are linear in the bytes: two sizes determine them.
-    unit = 1e6
-    fixed = np.array([all_reduce_seconds(range(count), 0.0, cluster) for count in replicas])
-    slope = (
-        np.array([all_reduce_seconds(range(count), unit, cluster) for count in replicas]) - fixed
-    )
-    seconds = (work[None, :] - work[:, None])[:, :, None] / replicas
-    stage_bytes = np.maximum(parameter_bytes[None, :] - parameter_bytes[:, None], 0.0)
-    sync_s = (fixed + stage_bytes[:, :, None] / unit * slope) / micro_batches
+    work_before = before(tuple(profile.step_seconds(micro_batch)))
+    work_s = (work_before[None, :] - work_before[:, None])[:, :, None] / replicas
+    input_s = np.zeros(layers + 1)
+    for index, layer in enumerate(profile):
+        output_bytes = micro_batch * layer.output_bytes_per_sample
+        input_s[index + 1] = cluster.transfer_seconds(output_bytes, 0, ranks - 1)
+    bytes_before = before(tuple(float(layer.parameter_bytes) for layer in profile))
+    stage_bytes = np.maximum(bytes_before[None, :] - bytes_before[:, None], 0.0)
+    lines = np.array([sync_line(range(count), cluster) for count in replicas])
+    latency_s, s_per_byte = lines.T
+    sync_s = (latency_s + stage_bytes[:, :, None] * s_per_byte) / micro_batches
     table = np.full((layers + 1, layers + 1, ranks + 1), np.inf)
-    table[:, :, 1:] = np.maximum(
-        np.maximum(seconds, sync_s), np.array(input_s)[:, None, None] / replicas
-    )
+    table[:, :, 1:] = np.maximum(np.maximum(work_s, sync_s), input_s[:, None, None] / replicas)
     return table

@@ -22,7 +22,7 @@ from penstock.search.planners.layer_costs import LayerCosts, Numbers, before, ra
 from penstock.search.planners.scope import quickest
 from penstock.search.proposal import Objective, Proposal, replica_options
 from penstock.search.request import PlanRequest
-from penstock.simulate.gradient_sync import all_reduce_seconds
+from penstock.search.sync_line import sync_line
 
 
 @final
@@ -153,14 +153,11 @@ def _spans_fewest_nodes(
 
 
 def sync_seconds(group: Sequence[int], parameter_bytes: Numbers, cluster: Cluster) -> Numbers:
-    """Return the seconds in which a group of devices sums its gradients, for each number of bytes.
-
-    They are linear in the bytes: a latency, and seconds per byte.
+    """Return the seconds in which a group of devices sums its gradients, for each number of bytes;
+    0 for stages without weights.
     """
-    fixed = all_reduce_seconds(group, 0.0, cluster)
-    # Any size serves for the slope; a large one, so that the difference keeps its digits.
-    per_byte = (all_reduce_seconds(group, 1e9, cluster) - fixed) / 1e9
-    return np.where(parameter_bytes > 0, fixed + per_byte * parameter_bytes, 0.0)
+    latency_s, s_per_byte = sync_line(group, cluster)
+    return np.where(parameter_bytes > 0, latency_s + s_per_byte * parameter_bytes, 0.0)
 
 
 def replicated_proposal(
