@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from penstock.errors import SettingError
 from penstock.units import BYTE_UNITS, TIME_UNITS, parse_bytes, parse_seconds
@@ -52,12 +52,7 @@ def bytes_text(count: float) -> str:
     >>> bytes_text(1536), bytes_text(2**20), bytes_text(7)
     ('1.5KiB', '1MiB', '7')
     """
-    for unit, factor in BYTE_UNITS:
-        if count >= factor:
-            # Six digits, which may be too few.
-            short = f"{count / factor:g}{unit}"
-            return short if parse_bytes(short) == count else f"{count:.0f}"
-    return f"{count:.0f}"
+    return _text_with_unit(count, BYTE_UNITS)
 
 
 def bandwidth_text(count: float) -> str:
@@ -66,8 +61,14 @@ def bandwidth_text(count: float) -> str:
     >>> bandwidth_text(12.5e9), bandwidth_text(125e6)
     ('12.5GB', '125MB')
     """
-    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
+    return _text_with_unit(count, (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("KB", 1e3)))
+
+
+def _text_with_unit(count: float, units: Iterable[tuple[str, float]]) -> str:
+    """Write a count in the largest unit that it reaches, or without a unit if digits were lost."""
+    for unit, factor in units:
         if count >= factor:
+            # Six digits, which may be too few.
             short = f"{count / factor:g}{unit}"
             return short if parse_bytes(short) == count else f"{count:.0f}"
     return f"{count:.0f}"

@@ -197,6 +197,7 @@ def _overfull_text(state: State, result: Result) -> str:
 
 
 def _row(title: str, about: str, cells: Sequence[str | None]) -> Row:
+    """Return a row of texts, which are not ranked."""
     return Row(title, about, tuple(cell or "" for cell in cells))
 
 

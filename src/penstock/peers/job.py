@@ -150,7 +150,7 @@ def _full_gradient(parameter: nn.Parameter) -> Tensor:
 
 
 def join(job: Job) -> None:
-    """Set the environment variables that torchrun sets, by which all ranks of a system meet."""
+    """Set the environment variables that torchrun sets, by which ranks join a process group."""
     spec = job.spec
     os.environ.update(rank_environment(spec.rank, spec.ranks, spec.port))
 

@@ -24,7 +24,7 @@ SLACK = 0.02
 #: - "time": minimize the slowest stage or link;
 #: - "ranks": minimize the slowest rank, where ranks have several stages;
 #: - "limits": minimize the slowest stage within the memory of every rank;
-#: - "memory": minimize the stage that holds most.
+#: - "memory": minimize the bytes of the stage that holds most.
 Balance = Literal["time", "ranks", "limits", "memory"]
 
 
@@ -79,9 +79,9 @@ def _common_link(request: PlanRequest, places: Sequence[int]) -> Link | None:
 
 
 def _balance_memory(request: PlanRequest, stages: int, micro_batches: int) -> tuple[int, ...]:
-    """Return the cut whose stage that holds most holds least."""
+    """Return the cut whose largest stage, in bytes held, is smallest."""
     weights, activations = layer_bytes(request, micro_batches)
-    # Those of stage 0 under 1F1B, for all stages: this cut is for too little memory.
+    # The most that a stage has under 1F1B, namely stage 0: this cut is tried where memory is short.
     in_flight = min(stages, micro_batches)
     costs = [w + in_flight * a for w, a in zip(weights, activations, strict=True)]
     return tuple(partition(request.profile, stages, by="bottleneck", costs=costs))

@@ -53,6 +53,7 @@ def stack_of(node: fx.Node) -> list[tuple[str, str]]:
 
 
 def _inner(path: str) -> str:
+    """Return a path in the module stack as the qualified name in the user's model."""
     return path.removeprefix("model").removeprefix(".").partition("@")[0]
 
 
@@ -109,7 +110,7 @@ def _is_leaf(model: nn.Module, path: str) -> bool:
         return False
 
 
-def common(one: Sequence[Key], other: Sequence[Key]) -> list[Key]:
+def common_keys(one: Sequence[Key], other: Sequence[Key]) -> list[Key]:
     """Return keys that occur in both sequences in the same order (difflib's matching blocks)."""
     matcher = difflib.SequenceMatcher(None, one, other, autojunk=False)
     return [
@@ -216,11 +217,12 @@ def _windows(flow: Flow, count: int, home: Mapping[str, int]) -> list[tuple[int,
     first, last = [len(flow.order)] * count, [-1] * count
     for index, node in enumerate(flow.order):
         for source in node.all_input_nodes:
-            layer = (
-                home.get(flow.weights.get(source, "")) if source not in flow.recomputed else None
-            )
+            if source in flow.recomputed:
+                continue
+            layer = home.get(flow.weights.get(source, ""))
             if layer is not None:
-                first[layer], last[layer] = min(first[layer], index), max(last[layer], index)
+                first[layer] = min(first[layer], index)
+                last[layer] = max(last[layer], index)
     return [(max(last[:number], default=-1) + 1, min(first[number:])) for number in range(count)]
 
 
@@ -253,7 +255,7 @@ def layer_keys(flows: Sequence[Flow], model: nn.Module) -> list[Key]:
     grouped = [groups_of(flow, model) for flow in flows]
     keys = [group.key for group in grouped[0]]
     for groups in grouped[1:]:
-        keys = common(keys, [group.key for group in groups])
+        keys = common_keys(keys, [group.key for group in groups])
     for flow, groups in zip(flows, grouped, strict=True):
         begins = cut(flow, groups, keys, {})
         keys = [key for key, begin in zip(keys, begins, strict=True) if begin is not None]

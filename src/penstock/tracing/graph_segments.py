@@ -101,6 +101,7 @@ class Segment:
 
 
 def _segment_nodes(flow: Flow, ops: range) -> list[fx.Node]:
+    """Return the ops of a segment, without those that are recomputed on every rank."""
     return [flow.order[index] for index in ops if flow.order[index] not in flow.recomputed]
 
 

@@ -65,15 +65,18 @@ def _uncopied(modules: Sequence[nn.Module]) -> dict[int, object]:
 
 
 def _has_meta(module: nn.Module) -> bool:
+    """Return whether any tensor of a module is on the meta device."""
     return any(tensor.is_meta for tensor in _tensors(module))
 
 
 def _tensors(module: nn.Module) -> Iterator[Tensor]:
+    """Yield the parameters and buffers of a module."""
     yield from module.parameters()
     yield from module.buffers()
 
 
 def _children_first(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+    """Yield a module and its submodules with their names, each after its children."""
     for child_name, child in module.named_children():
         yield from _children_first(child, f"{name}.{child_name}")
     yield name, module
@@ -127,6 +130,7 @@ def _reset(module: nn.Module, name: str, fresh: set[int]) -> None:
 
 
 def _allocate(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return an uninitialised tensor on `device` like a tensor on the meta device."""
     empty: Tensor = torch.empty_like(tensor, device=device)
     is_parameter = isinstance(tensor, nn.Parameter)
     return nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
@@ -149,6 +153,7 @@ def _initialise_traced(
 
 
 def _replace_meta(members: dict[str, Any], allocated: Mapping[int, Tensor]) -> None:
+    """Replace the tensors on the meta device in a module's parameters or buffers."""
     for key, tensor in members.items():
         if tensor is not None and tensor.is_meta:
             members[key] = allocated[id(tensor)]

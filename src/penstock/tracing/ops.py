@@ -41,13 +41,11 @@ _HEAVY = (
     _EXPENSIVE
     | _PRODUCTS
     | {
-        "einsum",
         "bilinear",
         "embedding",
-        "conv_transpose2d",
         "conv_transpose1d",
+        "conv_transpose2d",
         "conv_transpose3d",
-        "baddbmm",
         "batch_norm",
     }
 )
@@ -79,13 +77,13 @@ def op_name(node: fx.Node) -> str:
     return getattr(target, "__name__", str(target))
 
 
-def argument(node: fx.Node, name: str, otherwise: Any) -> Any:
+def argument(node: fx.Node, name: str, default: Any) -> Any:
     """Return an argument of an op by its name in the schema."""
     if name in node.kwargs:
         return node.kwargs[name]
     arguments = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
     place = arguments.index(name) if name in arguments else len(node.args)
-    return node.args[place] if place < len(node.args) else otherwise
+    return node.args[place] if place < len(node.args) else default
 
 
 def output_tensors(node: fx.Node) -> list[Tensor]:
@@ -105,6 +103,7 @@ def memory_ids(nodes: Sequence[fx.Node]) -> dict[fx.Node, int]:
     parent: list[int] = []  # a union-find structure
 
     def root(number: int) -> int:
+        """Return the number that represents the set of a value."""
         while parent[number] != number:
             number = parent[number]
         return number
@@ -239,6 +238,7 @@ def apply_function(kind: type[torch.autograd.Function]) -> Callable[..., Any]:
 
 
 def _is_custom(node: fx.Node) -> bool:
+    """Return whether an op is a user's autograd.Function, see `apply_function`."""
     return getattr(node.target, "custom", False)
 
 

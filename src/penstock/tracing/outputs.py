@@ -23,6 +23,7 @@ class _Fields:
     kind: type
 
 
+#: Types of outputs that are constants of the graph.
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, _Fields)
 
 
@@ -88,7 +89,7 @@ def _open_dataclasses(value: Any) -> Any:
 
 
 def _init_fields(kind: Any) -> list[str]:
-    # The others cannot be passed to the constructor, which `_close_dataclasses` calls.
+    """Return the fields that the constructor of a dataclass takes; `_close_dataclasses` calls it."""
     return [field.name for field in fields(kind) if field.init]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 
 from penstock.peers.catalogue import systems
 from penstock.report.document import (
@@ -18,10 +19,10 @@ from penstock.report.document import (
     Value,
 )
 from penstock.study.catalogue import register
-from penstock.study.cell import Cell, Options, options
+from penstock.study.cell import Cell, options
 from penstock.study.records import Record
 from penstock.study.settings import Settings
-from penstock.study.tables import by_group, reason_of, step_seconds
+from penstock.study.tables import by_group, peaks_of, reason_of, step_seconds
 
 STUDY = "memory"
 _MIB = 2**20
@@ -31,7 +32,7 @@ _MIB = 2**20
 _SIZES = {"small": (2, 1024, 200), "full": (4, 4096, 2000)}
 _LAYERS, _BATCH, _MICRO_BATCHES = 18, 64, 4
 #: Systems and schedules that are compared; "": the system has no schedules.
-_ENTRANTS: tuple[tuple[str, tuple[str, ...]], ...] = (
+_SYSTEMS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("plain", ("",)),
     ("ddp", ("",)),
     ("fsdp2", ("",)),
@@ -54,29 +55,14 @@ class Memory:
 
     def cells(self, settings: Settings) -> list[Cell]:
         """Return two cells per system and schedule: without and with the limit."""
-        ranks, hidden, limit_mib = _SIZES[settings.scale]
+        _, _, limit_mib = _SIZES[settings.scale]
         cells = []
-        for name, schedules in _ENTRANTS:
+        for name, schedules in _SYSTEMS:
             for schedule in schedules:
-                for limit in (0, limit_mib * _MIB):
+                for limit_bytes in (0, limit_mib * _MIB):
+                    cell = _cell(name, schedule, limit_bytes, settings)
                     for repetition in range(settings.repeat(1, 3)):
-                        cells.append(
-                            Cell(
-                                STUDY,
-                                name,
-                                schedule,
-                                stages=ranks if name != "plain" else 1,
-                                micro_batches=_MICRO_BATCHES if systems()[name].pipeline else 1,
-                                balance="parameters" if systems()[name].pipeline else "",
-                                model="mlp",
-                                model_options=options(layers=_LAYERS, hidden=hidden),
-                                data="random",
-                                batch=_BATCH,
-                                steps=4,
-                                repetition=repetition,
-                                options=_options(limit),
-                            )
-                        )
+                        cells.append(replace(cell, repetition=repetition))
         return cells
 
     def report(self, settings: Settings, records: Sequence[Record]) -> Report:
@@ -104,9 +90,24 @@ class Memory:
         return Report(title, (Page(STUDY, title, sections, command, _summary(pairs, plain_s)),))
 
 
-def _options(limit: int) -> Options:
-    """Return the options of a cell: the limit in bytes, if there is one."""
-    return options(memory_limit=limit) if limit else ()
+def _cell(name: str, schedule: str, limit_bytes: int, settings: Settings) -> Cell:
+    """Return the first repetition of a system with a schedule; a limit of 0 is none."""
+    ranks, hidden, _ = _SIZES[settings.scale]
+    is_pipeline = systems()[name].pipeline
+    return Cell(
+        STUDY,
+        name,
+        schedule,
+        stages=ranks if name != "plain" else 1,
+        micro_batches=_MICRO_BATCHES if is_pipeline else 1,
+        balance="parameters" if is_pipeline else "",
+        model="mlp",
+        model_options=options(layers=_LAYERS, hidden=hidden),
+        data="random",
+        batch=_BATCH,
+        steps=4,
+        options=options(memory_limit=limit_bytes) if limit_bytes else (),
+    )
 
 
 #: By name of a system with its schedule: records without and with the limit.
@@ -133,12 +134,6 @@ def _plain_seconds(pairs: Pairs) -> float | None:
     return _seconds(pairs["plain"][0]) if "plain" in pairs else None
 
 
-def _peak(records: Sequence[Record]) -> int | None:
-    """Return the largest peak of a process."""
-    peaks = [max(record.outcome.peak_bytes) for record in records if record.outcome.peak_bytes]
-    return max(peaks, default=None)
-
-
 _COLUMNS = (
     Column("system"),
     Column("peak of a process", "bytes", about="without the limit, above its imports"),
@@ -159,7 +154,7 @@ def _row(
     trains = "" if not limited else "yes" if seconds is not None else "no"
     return (
         name,
-        _peak(free),
+        max(peaks_of(free), default=None),
         _seconds(free),
         trains,
         seconds,
@@ -172,7 +167,7 @@ def _chart(pairs: Pairs, limit_mib: int) -> Chart:
     """Return a bar per system: its peak, with the limit as its own bar."""
     categories, peaks = ["limit"], [float(limit_mib)]
     for name, (free, _) in pairs.items():
-        peak = _peak(free)
+        peak = max(peaks_of(free), default=None)
         if peak is not None:
             categories.append(name)
             peaks.append(peak / _MIB)

@@ -49,7 +49,7 @@ OFFERS_S = 4.0
 #: Seconds without progress after which a rank that writes its stages is given up.
 _STALLED_S = 20.0
 
-#: Seconds between two looks into the store.
+#: Seconds between two polls of the store.
 _PAUSE_S = 0.01
 
 
@@ -167,7 +167,7 @@ class LiveRecovery:
         self.problem = ""
 
     def begin(self, store: StoreServer) -> None:
-        """Tell the ranks of an attempt what to do; called before they start."""
+        """Write the conditions of an attempt for its ranks; called before they start."""
         source = None if self.checkpoint is None else str(self.checkpoint.folder)
         store.set(CONDITIONS, to_text(Conditions(self.stages > 0, source)))
 
@@ -246,7 +246,8 @@ def _receive(
     messages: dict[int, M] = {}
     while pending and not deadline.passed():
         for rank, process in list(pending.items()):
-            ended = process.poll() is not None  # before the look, which then sees what it wrote
+            # Asked before the message, so that the last one of a rank that has ended is read.
+            ended = process.poll() is not None
             text = store.get(key(rank))
             if text is not None:
                 messages[rank] = of_text(text, kind)
