@@ -104,6 +104,7 @@ def _report_errors(command: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(command)
     def run(*args: object, **kwargs: object) -> None:
+        """Run the command; print an error on one line, and exit with its status."""
         try:
             command(*args, **kwargs)
         except KeyboardInterrupt as stop:

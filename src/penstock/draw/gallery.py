@@ -148,6 +148,7 @@ def _section(entry: GalleryEntry, columns: Sequence[str]) -> str:
 
 
 def _paragraphs(texts: Sequence[str]) -> str:
+    """Return texts as HTML paragraphs."""
     return "".join(f"<p>{escape(clean(text))}</p>\n" for text in texts)
 
 

@@ -342,6 +342,7 @@ class _Lanes:
         return path
 
     def _width(self, event: Event) -> float:
+        """Return the width of an event's box."""
         return self.page.x(event.end) - self.page.x(event.start)
 
     def _number_styles(self) -> dict[Kind, _NumberStyle]:

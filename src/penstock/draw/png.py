@@ -258,6 +258,7 @@ def _outline(element: ET.Element, shift: Point) -> tuple[list[Point], bool]:
 
 
 def _rectangle(element: ET.Element) -> list[Point]:
+    """Return the corners of an SVG rectangle."""
     x, y = float(element.get("x", "0")), float(element.get("y", "0"))
     width, height = float(element.get("width", "0")), float(element.get("height", "0"))
     return [(x, y), (x + width, y), (x + width, y + height), (x, y + height)]

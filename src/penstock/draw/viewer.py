@@ -171,6 +171,7 @@ def _legend_fill(kind: Kind, *, shaded: bool) -> str:
 
 
 def _number_of_ops(panels: Sequence[Timeline]) -> int:
+    """Return the number of ops in all timelines."""
     return sum(len(panel.log.start) for panel in panels)
 
 

@@ -68,6 +68,7 @@ def _protected(handler: Handler, hosts: Sequence[str] | None) -> Handler:
     """Wrap a handler so that it answers to pages of this server only."""
 
     async def answer(request: Request) -> Response:
+        """Answer a request, unless a page of another site has sent it."""
         from starlette.responses import PlainTextResponse
 
         problem = _foreign(request, hosts)

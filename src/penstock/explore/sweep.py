@@ -97,9 +97,11 @@ def chart(curves: Sequence[Curve]) -> Chart | None:
     top_percent = max(10, 10 * -(-int(100 * largest + 1) // 10))
 
     def x(number: int) -> float:
+        """Return the horizontal position of a number of micro-batches."""
         return round(_LEFT + (WIDTH - _LEFT - _RIGHT) * number / numbers[-1], 1)
 
     def y(ratio: float) -> float:
+        """Return the vertical position of a bubble ratio."""
         height = HEIGHT - _BOTTOM - _TOP
         return round(HEIGHT - _BOTTOM - height * 100 * ratio / top_percent, 1)
 

@@ -34,6 +34,7 @@ def resize_example(example: Any, size: int, device: torch.device) -> Any:
     """Return `example` repeated or cut to `size` samples, on the device."""
 
     def resize(leaf: Tensor) -> Tensor:
+        """Repeat or cut the samples of a tensor to the size."""
         return leaf[torch.arange(size) % leaf.shape[0]].to(device)
 
     return pytree.tree_map_only(Tensor, resize, example)

@@ -142,6 +142,7 @@ class Chain:
         return tuple(weights)
 
     def _uncounted(self, names: tuple[str, ...], counted: set[str]) -> list[TensorFacts]:
+        """Return the tensors of these names that are not counted yet, each once."""
         # `dict.fromkeys` removes duplicates and keeps the order.
         return [self._by_name[name] for name in dict.fromkeys(names) if name not in counted]
 

@@ -97,6 +97,7 @@ class Host:
 
 
 def _environment(folder: Path | None, variables: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment variables of a rank's process."""
     paths = [str(folder)] if folder else []
     # Penstock itself may be on the path only because of where Python was started.
     paths += [str(Path(__file__).parents[2])]

@@ -93,6 +93,7 @@ def spec_of(message: dict[str, Any]) -> RankSpec:
 
 
 def _text(message: dict[str, Any]) -> str:
+    """Return a message as one line of JSON."""
     import json
 
     return json.dumps(message)

@@ -236,6 +236,7 @@ def roofline(
     roof = Roof.of(device, dtype, counts.dtype_bytes)
 
     def seconds(layer: LayerCounts, phase: Phase, samples: float) -> float:
+        """Return the seconds of a layer's phase on this device."""
         return roof.seconds(layer.work(phase), samples, reached)
 
     return replace(
@@ -265,6 +266,7 @@ def analytic_profile(
     narrower = roof.narrower
 
     def timing(layer: LayerCounts, phase: Phase) -> Timing:
+        """Return a phase's seconds at all sizes."""
         return Timing(tuple(sizes), tuple(seconds(layer, phase, size) for size in sizes))
 
     layers = tuple(

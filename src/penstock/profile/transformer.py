@@ -89,6 +89,7 @@ class _Group:
 
     @property
     def _flops_per_s(self) -> float:
+        """Peak FLOP/s in 16 bits."""
         peak = self.device.peak("bfloat16") or self.device.peak("float16")
         if peak is None:
             raise SettingError(
@@ -98,6 +99,7 @@ class _Group:
 
     @property
     def _bytes_per_s(self) -> float:
+        """Usable bandwidth of the device's memory."""
         if self.device.memory_bytes_per_s is None:
             raise SettingError(f"device {self.device.name} has no memory bandwidth: give it")
         return MEMORY_SHARE * self.device.memory_bytes_per_s
@@ -117,6 +119,7 @@ class _Group:
         return weighted, attention
 
     def _sum(self, products: Sequence[MatrixProduct]) -> float:
+        """Return the seconds of matrix products."""
         return sum(product.seconds(self._flops_per_s, self._bytes_per_s) for product in products)
 
     def _exchange_s(self, samples: float) -> float:

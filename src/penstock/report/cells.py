@@ -70,6 +70,7 @@ def without_empty_columns(table: Table) -> Table:
 
 
 def _select(row: tuple[Value, ...], columns: list[int]) -> tuple[Value, ...]:
+    """Return the values of a row in some columns."""
     return tuple(row[column] for column in columns)
 
 

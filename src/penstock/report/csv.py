@@ -81,10 +81,12 @@ def chart_csv(chart: Chart) -> str:
 
 
 def _header(column: Column) -> str:
+    """Return the title of a column with its unit."""
     return column.title + _UNITS.get(column.kind, "")
 
 
 def _csv_text(header: Sequence[str], rows: Iterable[Sequence[Value]]) -> str:
+    """Return rows under a header as CSV."""
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
     writer.writerow([_safe(title) for title in header])

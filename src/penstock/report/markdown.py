@@ -81,6 +81,7 @@ def markdown_page(report: Report) -> str:
 
 
 def _page_parts(page: Page, writer: _Writer) -> list[str]:
+    """Return the blocks of a page as Markdown."""
     parts = [f"## {escape_markdown(page.title)}"]
     if page.summary:
         parts.append("\n".join(f"- {escape_markdown(line)}" for line in page.summary))

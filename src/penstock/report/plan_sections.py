@@ -54,6 +54,7 @@ def plan_sections(plan: Plan) -> list[Section]:
 
 
 def _plan_facts(plan: Plan) -> Facts:
+    """Return the key figures of a plan."""
     states = f"{format_count(plan.optimizer_states, 'state')} per parameter"
     samples_per_s = plan.predicted.samples_per_s
     digits = 0 if samples_per_s >= 100 else 2

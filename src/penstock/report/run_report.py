@@ -110,6 +110,7 @@ def _difference(measured_s: float, predicted_s: float) -> str:
 
 
 def _settings(run: RunFolder) -> Facts:
+    """Return the settings of a run that are set."""
     items = []
     for name, value in run.settings.items():
         if value is None or value in ({}, []) or name in _SELECTING:

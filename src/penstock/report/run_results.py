@@ -62,6 +62,7 @@ def _time_table(outcome: Outcome) -> Table:
 
 
 def _change(before: float, after: float) -> float | None:
+    """Return the relative change; None from 0."""
     return after / before - 1 if before else None
 
 

@@ -97,6 +97,7 @@ def _waits(timeline: Timeline) -> tuple[tuple[float | None, ...], ...]:
 
 
 def _transfer_times(transfers: list[Event]) -> TransferTimes:
+    """Return transfers as columns, the form in which they are stored."""
     return TransferTimes(
         tuple(event.rank for event in transfers),
         # Never None, since these are transfers.

@@ -1,4 +1,4 @@
-"""What a planner proposes: a cut, a schedule and devices, for `score` to simulate."""
+"""What a planner proposes: a cut, a schedule and devices, for `evaluate` to simulate."""
 
 from __future__ import annotations
 

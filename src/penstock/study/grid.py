@@ -204,8 +204,10 @@ class Grid:
 
 
 def _values(value: Any) -> list[Any]:
+    """Return a setting's values as a list; a single value is a list of one."""
     return list(value) if isinstance(value, list) else [value]
 
 
 def _matches(combination: Mapping[str, Any], pattern: Mapping[str, Plain]) -> bool:
+    """Return whether a combination has all values of a pattern."""
     return all(combination[name] == value for name, value in pattern.items())

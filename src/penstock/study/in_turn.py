@@ -63,6 +63,7 @@ def run_in_turn(
 
 
 def _name(cell: Cell) -> str:
+    """Return the name of a cell's system, as in tables."""
     return BOUND if cell.system == BOUND else cell.system_label
 
 

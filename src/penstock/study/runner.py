@@ -199,6 +199,7 @@ class _Executor:
         return lambda: [_recorded(cell, lambda: train_prepared(prepared, host, log, limit_s), log)]
 
     def _cuts(self) -> Cuts:
+        """Return the cuts of models, from profiles that are measured once per study."""
         host = self._hosts.of(system("penstock"))
         return Cuts(self._options.folder / "profiles", host)
 

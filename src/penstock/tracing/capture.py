@@ -232,6 +232,7 @@ def _fails_without_trace(request: _Request, error: Exception) -> bool:
 
 
 def _first_line(error: BaseException) -> str:
+    """Return the first line of an error's message."""
     return str(error).strip().partition("\n")[0]
 
 
@@ -292,6 +293,7 @@ def _in_thread(work: Callable[[], Capture]) -> Capture:
     errors: list[BaseException] = []
 
     def run() -> None:
+        """Do the work under the caller's autocast, and store its result or its error."""
         try:
             with ExitStack() as stack:
                 for device, dtype in autocast:

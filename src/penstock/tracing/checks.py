@@ -112,6 +112,7 @@ def _jumps(code: CodeType) -> list[int]:
 
 
 def _span_of(node: ast.stmt | ast.expr) -> _Span:
+    """Return the source position of a syntax node."""
     return node.lineno, node.end_lineno or node.lineno, node.col_offset, node.end_col_offset or 0
 
 

@@ -116,10 +116,12 @@ class Domain:
 
 
 def _expression(size: Any) -> Any:
+    """Return the symbolic expression of a size; a number for a fixed one."""
     return size.node.expr if isinstance(size, SymInt) else size
 
 
 def _conditions(shape_env: Any) -> tuple[Any, ...]:
+    """Return the conditions on sizes under which a trace is valid."""
     # `replace` substitutes symbols that turned out to be equal to others, or to numbers.
     conditions = (shape_env.replace(guard.expr) for guard in shape_env.guards)
     return tuple(condition for condition in conditions if condition != True)  # noqa: E712

@@ -131,6 +131,7 @@ class Draws:
                     source.restore(state)
 
     def _message(self) -> str:
+        """Return why the model cannot be traced, with the source of the numbers."""
         source = self._changed_source()
         name = source.name if source else "a generator"
         return f"it draws random numbers from {name}: {_ADVICE}"
@@ -187,6 +188,7 @@ def _model_sources(model: nn.Module) -> Iterator[_Source]:
 
 
 def _is_library(module: str) -> bool:
+    """Return whether a module belongs to torch or Python, and not to the user."""
     return module == "builtins" or module.partition(".")[0] in ("torch", "abc", "typing")
 
 
@@ -261,6 +263,7 @@ def _refusing_function(
     """Return a function that raises `Refused` if the model calls it, else calls `function`."""
 
     def refuses(*args: Any, **kwargs: Any) -> Any:
+        """Call the function, unless the model's forward calls it."""
         # The replacement is one for all threads of the process, of which others may draw.
         if threading.get_ident() == thread and _for_model(sys._getframe(1), direct=direct):
             raise Refused(reason)
@@ -273,6 +276,7 @@ def _refusing_seed(seed: Callable[..., None], thread: int) -> Callable[..., None
     """Return a replacement of `random.Random.seed` that refuses to seed from the system."""
 
     def seeds(self: random.Random, *args: Any, **kwargs: Any) -> None:
+        """Seed a generator, unless the model's forward creates it without a seed."""
         # The seed is the only argument, by position or by name; None stands for the system's bits.
         is_unseeded = (*args, *kwargs.values(), None)[0] is None
         if (
@@ -327,5 +331,6 @@ def _for_model(frame: FrameType | None, *, direct: bool) -> bool:
 
 
 def _files_of(model: nn.Module) -> list[ModuleType]:
+    """Return the Python modules of the user that define the classes of a model."""
     names = {kind.__module__ for part in model.modules() for kind in type(part).__mro__}
     return [sys.modules[name] for name in names if name in sys.modules and not _is_library(name)]

@@ -31,6 +31,7 @@ def keep_fake_device_guard() -> None:
     registered = threading.Event()
 
     def hold() -> None:
+        """Register the guard, and keep this thread alive."""
         register()
         registered.set()
         threading.Event().wait()

@@ -120,6 +120,7 @@ def _place(error: BaseException) -> traceback.FrameSummary | None:
 
 
 def _runs_model(frame: traceback.FrameSummary) -> bool:
+    """Return whether a frame is the call of the user's model."""
     return frame.filename == str(Path(__file__).with_name("capture.py")) and frame.name == "call"
 
 

@@ -182,6 +182,7 @@ def _recording_truth(original_bool: Callable[[Any], bool], thread: int) -> Calla
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
     def truth(value: Any) -> bool:
+        """Return the truth value; of a value check, the one for which it passes."""
         # The replacement is one for all threads of the process, of which others may compute.
         if threading.get_ident() != thread:
             return original_bool(value)

@@ -172,6 +172,7 @@ def _most_similar(name: str, home: Mapping[str, int]) -> int:
     parts = name.split(".")
 
     def common_length(other_name: str) -> int:
+        """Return how many first parts a name has in common with the given one."""
         # Of two lists it compares the items.
         return len(os.path.commonprefix([parts, other_name.split(".")]))  # noqa: RUF071
 

@@ -100,6 +100,7 @@ def _reasons(part: nn.Module) -> Iterator[str]:
 
 
 def _max_norm(part: nn.Module) -> float | None:
+    """Return the norm to which an embedding table is renormalised; None for other modules."""
     return part.max_norm if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) else None
 
 
@@ -132,7 +133,7 @@ def _module_hooks(part: nn.Module) -> Iterator[tuple[str, Callable[..., Any]]]:
     }
     for name, hooks in registered.items():
         for hook in hooks.values():
-            # Hooks of torch itself, such as those of spectral norm, are judged one by one above.
+            # torch's own hooks are examined by kind, see `_spectral_norms`.
             if not type(hook).__module__.startswith("torch."):
                 yield name, hook
 
@@ -186,4 +187,5 @@ def _function_of(hook: Callable[..., Any]) -> Any:
 
 
 def _name_of(hook: Callable[..., Any]) -> str:
+    """Return the name of a hook, for messages."""
     return str(getattr(_function_of(hook), "__qualname__", type(hook).__name__))

@@ -188,6 +188,7 @@ class TracedLayer(nn.Module):
         return leaving
 
     def _device(self) -> torch.device | None:
+        """Return the device of the weights; None without weights."""
         return next((members[key].device for members, key in self._places.values()), None)
 
     def extra_repr(self) -> str:

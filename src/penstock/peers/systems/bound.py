@@ -74,4 +74,5 @@ def make(job: Job) -> Ops:
 
 
 def _random(template: Tensor) -> Tensor:
+    """Return random numbers on the CPU in the shape of a tensor."""
     return torch.rand_like(template, device="cpu")

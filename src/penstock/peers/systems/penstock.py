@@ -65,6 +65,7 @@ def make(job: Job) -> Step:
 
 
 def _schedule(setup: Setup, stages: int) -> Schedule:
+    """Return the schedule of a run."""
     from penstock.search.schedules import schedule
 
     if setup.schedule in ("interleaved", "breadth-first"):

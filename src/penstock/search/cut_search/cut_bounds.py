@@ -269,6 +269,7 @@ class CutBounds:
         """Per boundary, the ranks of the two stages, of all micro-batches."""
 
         def make() -> list[set[tuple[int, int]]]:
+            """Compute the pairs of ranks of every boundary between stages."""
             boundaries = range(self.schedule.stages - 1)
             return [set(self.schedule.boundary_ranks(stage)) for stage in boundaries]
 

@@ -147,17 +147,20 @@ class _Table:
         for place in range(count):
             self.best.append(np.minimum(self.saving[place], self.recomputing[place]))
             self.saving.append(np.minimum(*self._saving_options(place)))
-            self.recomputing.append(np.full(shape, np.inf))
-            for first in self.firsts_of[place + 1]:
-                # Only bounds from this one on allow the segment.
-                low = np.searchsorted(bounds, segment_bytes[first, place + 1])
-                later = self.ticks[place + 1] - self.ticks[first]
-                target = self.recomputing[-1][low:, later:]
-                np.minimum(
-                    target,
-                    self.best[first][low:, : shape[1] - later] + layers.inputs[first],
-                    out=target,
-                )
+            self.recomputing.append(self._least_with_segment(place + 1, segment_bytes))
+
+    def _least_with_segment(self, end: int, segment_bytes: dict[tuple[int, int], float]) -> Array:
+        """Return the bytes saved before place `end` if the last segment ends there."""
+        least = np.full_like(self.saving[0], np.inf)
+        ticks = least.shape[1]
+        for first in self.firsts_of[end]:
+            # The bounds from this one on allow the segment, which adds these ticks.
+            low = np.searchsorted(self.bounds, segment_bytes[first, end])
+            added = self.ticks[end] - self.ticks[first]
+            earlier = self.best[first][low:, : ticks - added] + self.layers.inputs[first]
+            target = least[low:, added:]
+            np.minimum(target, earlier, out=target)
+        return least
 
     def _saving_options(self, place: int) -> tuple[Array, Array]:
         """Return the bytes saved up to and including a layer that saves: where the layer before it

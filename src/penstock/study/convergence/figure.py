@@ -242,6 +242,7 @@ def _draw_loss(axes: Axes, results: Results, group: Group, per_batch: float, col
 
 
 def _depth_colours(depths: Sequence[int]) -> list[str]:
+    """Return a colour for each depth; the last ones share the last colour."""
     last = len(_DEPTH_COLOURS) - 1
     return [_DEPTH_COLOURS[min(index, last)] for index in range(len(depths))]
 

@@ -78,6 +78,7 @@ class _Run:
         return max(*self.host_end.values(), *self.device_end.values())
 
     def _op(self, rank: int) -> Op:
+        """Return the next op of a rank."""
         return self.schedule.programs[rank][self.place[rank]]
 
     def _needs(self, op: Op) -> list[Op]:

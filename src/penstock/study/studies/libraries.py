@@ -169,6 +169,7 @@ def _reference(records: Sequence[Record]) -> Record | None:
 
 
 def _stages_per_rank(cell: Cell) -> int:
+    """Return how many stages a rank of the cell's system has."""
     return system(cell.system).stages_per_rank(cell.schedule)
 
 

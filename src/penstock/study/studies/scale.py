@@ -188,6 +188,7 @@ def all_reduce_s(configuration: Configuration) -> float:
 
 
 def _configuration(cell: Cell) -> Configuration:
+    """Return the configuration that a cell measures."""
     return CONFIGURATIONS[int(str(cell.option("configuration")))]
 
 

@@ -103,6 +103,7 @@ class Reads:
         is_overridden = "__getattribute__" in vars(module_class)
 
         def get(module: nn.Module, name: str) -> Any:
+            """Read an attribute, and note it if it belongs to the model."""
             if threading.get_ident() == thread:
                 # A module that the forward creates keeps nothing from one call to the next.
                 reads = self._modules.get(id(plain(module, "__dict__")))
@@ -168,6 +169,7 @@ class Reads:
         self._add_written(reads.path, name)
 
     def _add_written(self, path: str, name: str) -> None:
+        """Note that the forward sets an attribute of a module."""
         self.written.setdefault(path, set()).add(name)
 
     def _is_size(self, old: Any, new: Any) -> bool:
