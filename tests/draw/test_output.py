@@ -75,6 +75,9 @@ def test_a_missing_folder_is_named(tmp_path):
         match=r"cannot write the drawing .*the folder .*plots does not exist; create it first",
     ):
         draw(MADE, tmp_path / "plots" / "a.svg")
+    # A folder that takes no files says so in the same way, and exists.
+    with pytest.raises(FileError, match=r"cannot write the drawing /proc/a\.svg: (?!the folder)"):
+        draw(MADE, "/proc/a.svg")
 
 
 def test_a_path_that_cannot_be_written_leaves_nothing_behind(tmp_path):

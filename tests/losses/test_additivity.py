@@ -13,8 +13,12 @@ from penstock.losses.probe import Draws, Reading, ReturnsCount
 from penstock.losses.terms import Term
 
 
-def view_of(found, *, sizes=(1, 3), along_tokens=False, divisors=(2.0, 6.0, 8.0)):
-    """A view with readings, or an error of the loss."""
+def view_of(
+    found, *, sizes=(1, 3), along_tokens=False, divisors=(2.0, 6.0, 8.0), repeated=ValueError("x")
+):
+    """A view with readings, or an error of the loss; `repeated` are those of parts that have targets
+    in common.
+    """
 
     def readings(*, brief):
         view.briefs.append(brief)
@@ -22,16 +26,15 @@ def view_of(found, *, sizes=(1, 3), along_tokens=False, divisors=(2.0, 6.0, 8.0)
             raise found
         return found
 
-    def evaluation(number):
-        return SimpleNamespace(terms=[Term(divisors[number])])
+    def pair_evaluations():
+        return tuple(SimpleNamespace(terms=[Term(divisor)]) for divisor in divisors)
 
     view = SimpleNamespace(
         sizes=sizes,
         along_tokens=along_tokens,
-        pair=(0, 1),
         readings=readings,
-        evaluation=evaluation,
-        joined_evaluation=lambda: evaluation(2),
+        pair_evaluations=pair_evaluations,
+        with_repeated_targets=lambda: view_of(repeated, sizes=(1, 4), divisors=(2.0, 8.0, 8.0)),
         briefs=[],
     )
     return view
@@ -76,8 +79,8 @@ def test_what_fits_nowhere_is_refused_with_the_first_reading_that_does_not():
 
 def test_counts_that_fit_over_samples_alone_are_taken_nowhere():
     """Weights by counts and weights by shares are not of one loss."""
-    across, along = view_of([HALF], divisors=(4.0, 4.0, 8.0)), view_of([MEAN], along_tokens=True)
-    along.evaluation = lambda number: SimpleNamespace(terms=[Term(4.0)])
+    across = view_of([HALF], divisors=(4.0, 4.0, 8.0))
+    along = view_of([MEAN], along_tokens=True, divisors=(4.0, 4.0, 8.0))
     with pytest.raises(SettingError, match="both joined have 4"):
         weightings(across, along, has_counts=True)
     both = view_of([Reading(4.0, 4.0, 4.0, 1e-6)], divisors=(4.0, 4.0, 8.0))
@@ -94,8 +97,7 @@ def test_a_bend_is_refused_though_all_values_add_up():
 
 def test_what_cannot_be_tested_is_missing_with_one_warning():
     """Where the graph shows divisors the test is only a second opinion."""
-    assert weightings(view_of([])) == {}
-    for view in (view_of(ValueError("x")), view_of([MEAN], divisors=(1.0, 1.0, 0.0))):
+    for view in (view_of([]), view_of(ValueError("x")), view_of([MEAN], divisors=(1.0, 1.0, 0.0))):
         assert weightings(view, has_counts=True) == {}
     test = AdditivityTest()
     for error, words in (
@@ -108,5 +110,25 @@ def test_what_cannot_be_tested_is_missing_with_one_warning():
     with pytest.warns(UserWarning, match="draws random numbers") as caught:
         test.weightings(views, has_counts=True)
     assert len(caught) == 1
+    with pytest.warns(UserWarning, match="is not finite on parts of a batch"):
+        assert AdditivityTest().weightings([view_of([])], has_counts=False) == {}
     with pytest.raises(ReturnsCount):
         weightings(view_of(ReturnsCount()))
+
+
+def test_parts_with_targets_in_common_add_up_in_the_same_way_or_the_loss_is_refused():
+    """A loss may depend on how often a class occurs. One that raises there has passed the test."""
+    by_shares, by_counts = Reading(2.0, 7.0, 6.0, 1e-6), Reading(2.0, 7.0, 7.5, 1e-6)
+    assert weightings(view_of([MEAN], repeated=[by_shares])) == {"samples": "shares"}
+    assert weightings(view_of([MEAN], repeated=[by_counts]), has_counts=True) == {
+        "samples": "counts"
+    }
+    assert weightings(view_of([SUM], along_tokens=True, repeated=[MEAN])) == {"tokens": "sums"}
+    words = r"two parts in which the same targets occur, of 1 and 4 .* how often it occurs"
+    for view, has_counts in (
+        (view_of([MEAN], repeated=[by_counts]), False),
+        (view_of([MEAN], repeated=[by_shares]), True),
+        (view_of([SUM], repeated=[by_shares]), False),
+    ):
+        with pytest.raises(SettingError, match=words):
+            weightings(view, has_counts=has_counts)

@@ -11,6 +11,7 @@ from tests.losses.undivided import (
     CLASSES,
     LOSSES,
     WEIGHTS,
+    Transposed,
     batch,
     check_gradients,
     contrastive,
@@ -107,6 +108,36 @@ def test_without_ignored_targets_shares_are_the_very_floats_of_the_samples():
     assert all(weight == share for weight, share in seen)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("weight", WEIGHTS), ("ignore_index", 3), ("reduction", "sum")]
+)
+def test_options_of_a_loss_module_may_change_between_batches(name, value):
+    """From the next batch on, as in plain training: class weights may begin in a late epoch."""
+    criterion = Transposed()
+    x, y = batch()
+    net, y = model(), y.clamp(0)
+    for loss in (criterion, nn.CrossEntropyLoss()):
+        pipe = pipeline(net, loss)
+        tokens = (x, y) if loss is criterion else (x[:, 0], y[:, 0])
+        for step in range(4):
+            if step == 2:
+                setattr(loss, name, value)
+            expected = float(loss(net(tokens[0]), tokens[1]).detach())
+            assert float(pipe.train_batch(*tokens)) == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_function_that_weighs_classes_from_some_batch_on_is_refused_then():
+    """Its divisors are those of the first batches no longer."""
+    options = {}
+    pipe = pipeline(model(), lambda output, target: cross_entropy(output, target, **options))
+    x, y = batch()
+    for _ in range(4):
+        pipe.train_batch(x, y.clamp(0))
+    options["weight"] = WEIGHTS
+    with pytest.raises(StageFailed, match="or has changed since earlier batches"):
+        pipe.train_batch(x, y.clamp(0))
+
+
 def test_a_batch_of_weight_zero_has_the_loss_of_plain_training():
     """That is NaN, and no gradient is: its weights stay as they are. By default it ends the run."""
     x, y = batch()
@@ -190,6 +221,19 @@ def test_loss_on_batch_computes_a_contrastive_loss_on_the_whole_batch(schedule, 
         assert float(pipe.train_batch(x, y)) == pytest.approx(expected, rel=1e-5)
         check_gradients(net, grads)
     assert pipe.compare_with_one_device(x, y).relative < 1e-4
+
+
+def test_a_whole_loss_without_a_gradient_is_refused():
+    """It would train nothing."""
+    x, y = batch()
+
+    def detached(output, target):
+        return contrastive(output.detach(), target)
+
+    pipe = pipeline(model(), detached, schedule="gpipe", loss_on="batch")
+    with pytest.raises(StageFailed, match="the loss has no gradient"):
+        pipe.train_batch(x, y)
+    assert float(pipe.eval_batch(x, y)) > 0
 
 
 def test_a_whole_loss_with_a_scaler_and_accumulation():

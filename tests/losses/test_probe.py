@@ -205,7 +205,7 @@ def test_outputs_of_the_second_part_are_changed_in_five_ways():
         rows.roll(1, 0),
         rows.flip(-1),
         rows - rows.mean() - rows.std(correction=0) / 2,
-        rows * 4,
+        rows * -4,
         rows / 8,
     ]
     for number, expected in enumerate(changed):

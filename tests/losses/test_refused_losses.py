@@ -61,6 +61,57 @@ def test_label_smoothing_without_any_class_weight_is_refused(training):
         (pipe.train_batch if training else pipe.eval_batch)(x, y)
 
 
+def by_frequency(output, target):
+    """Classes that occur often in the batch weigh less."""
+    return functional.cross_entropy(
+        output, target, weight=1 / target.bincount(minlength=3).clamp(1)
+    )
+
+
+def mean_of_classes(output, target):
+    """Every class of the batch counts the same."""
+    losses = [functional.cross_entropy(output[target == i], target[target == i]) for i in range(3)]
+    return torch.stack([loss for loss in losses if not loss.isnan()]).mean()
+
+
+def pull_together(output, target):
+    """Samples of one class attract each other."""
+    same = (target[:, None] == target).float()
+    return (torch.cdist(output, output).square() * same).sum() / len(target)
+
+
+@pytest.mark.parametrize("loss", [by_frequency, mean_of_classes, pull_together])
+def test_a_loss_that_depends_on_how_often_a_class_occurs_is_refused(loss):
+    """Also if the micro-batches that are compared have no class in common, so that it adds up there."""
+    torch.manual_seed(0)
+    x, y = torch.randn(6, 4), torch.tensor([0, 0, 0, 1, 1, 1])
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+    pipe = ps.Pipeline(layers, loss=loss, balance=[1, 1], micro_batches=3, executor="threads")
+    with pytest.raises(StageFailed, match="in which the same targets occur"):
+        pipe.train_batch(x, y)
+
+
+def compare_neighbours(output, target):
+    """Samples that follow each other in the order of the targets."""
+    order = (target[:-1] - target[1:]).sign().float()
+    return functional.margin_ranking_loss(output[:-1, 0], output[1:, 0], order, margin=0.1)
+
+
+@pytest.mark.parametrize(("seed", "micro_batches"), [(0, 3), (1, 3), (2, 3), (3, 3), (4, 6)])
+def test_a_loss_that_compares_neighbours_is_refused(seed, micro_batches):
+    """The pair between two micro-batches is missing, also where its margin is kept. A micro-batch of
+    one sample has no pair, and would be left out as one in which nothing counts.
+    """
+    torch.manual_seed(seed)
+    x, y = torch.randn(6, 4), torch.randint(0, 9, (6,))
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+    options = {"balance": [1, 1], "micro_batches": micro_batches, "executor": "threads"}
+    pipe = ps.Pipeline(layers, loss=compare_neighbours, **options)
+    words = "with their neighbours" if micro_batches == 6 else "Either samples see each other"
+    with pytest.raises(StageFailed, match=words):
+        pipe.train_batch(x, y)
+
+
 def test_a_loss_of_torch_that_broadcasts_its_samples_is_refused():
     """Outputs (n, 1) and targets (n,) give n x n differences: of a micro-batch, other ones."""
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))

@@ -63,6 +63,42 @@ def test_a_factor_over_all_targets_belongs_to_the_divisor():
     assert total == pytest.approx(whole, rel=1e-5)
 
 
+def by_frequency(output, y):
+    """Return a loss that weighs classes by how often they occur in the batch."""
+    counts = functional.one_hot(y, 5).sum(0)
+    return functional.cross_entropy(output, y, weight=1.0 / (counts + 1))
+
+
+def by_equal_samples(output, y):
+    """Return a loss that divides by the number of samples of the same class."""
+    each = functional.cross_entropy(output, y, reduction="none")
+    return (each / (y[:, None] == y).sum(1)).sum()
+
+
+def divided_first(output, y):
+    """Return a mean over the samples that count, as a sum of parts of the mean."""
+    counts = y != 0
+    return (functional.cross_entropy(output, y, reduction="none") * counts / counts.sum()).sum()
+
+
+@pytest.mark.parametrize("loss", [by_frequency, by_equal_samples, divided_first])
+def test_a_loss_that_combines_targets_of_samples_is_refused(loss):
+    """They are other ones in a micro-batch; a divisor of the whole loss may combine them."""
+    with pytest.raises(StageFailed, match="over samples, whose losses then depend on others"):
+        train(loss)
+
+
+def test_targets_may_select_samples_and_be_counted_in_the_divisor():
+    """The weight of a micro-batch follows from its count."""
+
+    def selected(output, y):
+        each = functional.cross_entropy(output[y > 0], y[y > 0], reduction="sum")
+        return each / (y > 0).sum()
+
+    total, whole = train(selected)
+    assert total == pytest.approx(whole, rel=1e-5)
+
+
 def test_layers_may_mix_samples_and_then_work_per_micro_batch():
     """As batch normalisation does; only what lies behind the last weights is the loss."""
     loss, _ = train(functional.cross_entropy, between=centred)

@@ -85,6 +85,20 @@ def test_each_term_of_a_loss_has_its_own_weights():
         weights_by_term(rows, terms(4.0), [0.5, 0.5])
 
 
+def test_a_divisor_of_zero_needs_those_of_the_others_to_be_that_of_the_batch():
+    """A micro-batch in which nothing counts may be left out. Otherwise a part of the batch is lost,
+    as of a loss that compares neighbours, in micro-batches of one sample.
+    """
+    rows = [terms(0.0), terms(3.0), terms(1.0)]
+    assert weights_by_term(rows, terms(4.0), SHARES) == [[0.0, 0.75, 0.25]]
+    (column,) = weights_by_term(rows, terms(4.0001), SHARES)
+    assert column == pytest.approx([0.0, 0.75, 0.25], rel=1e-4)
+    with pytest.raises(SettingError, match=r"by 5, .* by 4 together; that of micro-batch 0 by 0"):
+        weights_by_term(rows, terms(5.0), SHARES)
+    above = [terms(1.0), terms(3.0), terms(1.0)]
+    assert weights_by_term(above, terms(4.0), SHARES) == [[0.25, 0.75, 0.25]]
+
+
 def test_all_terms_must_weigh_alike():
     """A backward starts with one gradient for the whole loss of a micro-batch."""
     assert common_weights([[0.25, 0.75]]) == [0.25, 0.75]

@@ -121,6 +121,61 @@ def test_a_loss_without_weight_has_gradients_of_zero_whatever_its_value():
     assert grad.tolist() == [0.0, 0.0]
 
 
+def test_a_loss_that_is_infinite_since_its_divisor_is_zero_is_refused():
+    """What is divided counts in the batch: to leave it out would give a wrong loss."""
+
+    def per_positive(output, target):
+        return (output - target).square().sum() / (target > 0).sum()
+
+    x, y = torch.ones(4, 2), torch.tensor([[2.0, 3.0]] * 2 + [[0.0, -1.0]] * 2)
+    stage_loss, batch = StageLoss(per_positive, CPU), batch_of(x, y)
+    stage_loss.of(batch, 0, batch.inputs[0].clone().requires_grad_(), [])
+    assert batch.loss_weights == [1.0, 0.0]
+    with pytest.raises(
+        SettingError, match=r"micro-batch 1 is infinite, and its weight .* by a count of 0"
+    ):
+        stage_loss.of(batch, 1, batch.inputs[1].clone().requires_grad_(), [])
+
+
+def detached(output, target):
+    """Lose the graph."""
+    return functional.mse_loss(output.detach(), target)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("loss", [detached, lambda x, y: (detached(x, y), 1)])
+def test_a_loss_without_a_gradient_is_refused_in_training(micro_batches, loss):
+    """It would train nothing without a word; evaluation needs none."""
+    x = torch.ones(4, 2)
+    batch = batch_of(x, x, micro_batches)
+    value = batch.inputs[0].clone().requires_grad_()
+    with pytest.raises(SettingError, match="the loss has no gradient"):
+        StageLoss(loss, CPU).of(batch, 0, value, [])
+    assert StageLoss(loss, CPU).of(batch_of(x, x, micro_batches), 0, value.detach(), []) == 0
+    side = torch.tensor(2.0, requires_grad=True)
+    assert StageLoss(loss, CPU).of(batch_of(x, x, micro_batches), 0, value, [side]) == 0
+
+
+def test_a_constant_loss_of_a_micro_batch_in_which_nothing_counts_is_trained():
+    """The batch's has a gradient, whether that micro-batch comes first or after others."""
+
+    def of_positive(output, target):
+        counted = target > 0
+        if not counted.any():
+            return torch.tensor(0.0)
+        return (output[counted] - target[counted]).square().sum()
+
+    x, y = torch.ones(4, 2), torch.tensor([[0.0, -1.0]] * 2 + [[2.0, 3.0]] * 2)
+    options = LossOptions(loss_weight=lambda target: 1.0)
+    for targets in (y, y.flip(0)):
+        stage_loss, batch = StageLoss(of_positive, CPU, options), batch_of(x, targets)
+        losses = [
+            stage_loss.of(batch, number, batch.inputs[number].clone().requires_grad_(), [])
+            for number in batch.numbers
+        ]
+        assert sorted(loss.item() for loss in losses) == [0.0, 10.0]
+
+
 def test_starts_are_cached_by_value_and_dtype_up_to_a_number():
     """Dynamic loss scales need ever more."""
     starts = Starts()

@@ -71,8 +71,8 @@ def test_evaluations_are_of_the_parts_the_pair_and_the_batch():
     """Samples add up for a pair of micro-batches, and tokens for a pair of slices."""
 
     def divisors(view):
-        parts = [view.evaluation(number).terms[0].divisor for number in (*view.pair, None)]
-        return [*parts, view.joined_evaluation().terms[0].divisor]
+        first, second, joined = (each.terms[0].divisor for each in view.pair_evaluations())
+        return [first, second, view.evaluation(None).terms[0].divisor, joined]
 
     (view,) = views_of(batch_of(5, 2), 1, 0)
     assert divisors(view) == [36.0, 24.0, 60.0, 60.0]
@@ -81,6 +81,21 @@ def test_evaluations_are_of_the_parts_the_pair_and_the_batch():
     assert divisors(across) == [18.0, 12.0, 84.0, 30.0]
     (view,) = views_of(batch_of(5, 2), 1, 0, per_sample)
     assert divisors(view) == [3.0, 2.0, 5.0, 5.0]
+
+
+def test_parts_with_targets_in_common_are_a_micro_batch_and_both_of_the_pair():
+    """So that the targets of the first occur twice where both parts are joined."""
+    batch = batch_of(5, 2)
+    (view,) = views_of(batch, 0, 0, lambda x, y: y.sum() + 0 * x.sum())
+    repeated = view.with_repeated_targets()
+    assert (repeated.pair, repeated.sizes, view.sizes) == ((0, 1), (3, 5), (3, 2))
+    (reading,) = repeated.readings(brief=True)
+    one, other = (float(target.sum()) for target in batch.targets)
+    values = (reading.first, reading.second, reading.joined)
+    assert values == pytest.approx((one, one + other, 2 * one + other), rel=1e-5)
+    (view,) = views_of(batch, 0, 0, per_sample)
+    evaluations = view.with_repeated_targets().pair_evaluations()
+    assert [each.terms[0].divisor for each in evaluations] == [3.0, 5.0, 8.0]
 
 
 @pytest.mark.parametrize("number", [0, 1])
@@ -140,5 +155,5 @@ def test_an_evaluation_moves_no_generator_though_the_loss_draws():
     (view,) = views_of(batch_of(5, 2), 0, 0, lambda x, y: ((x - y) * torch.rand(())).mean())
     before = torch.get_rng_state()
     view.evaluation(0)
-    view.joined_evaluation()
+    view.pair_evaluations()
     assert torch.equal(torch.get_rng_state(), before)

@@ -110,6 +110,6 @@ def write(path: Path, content: str | bytes, kind: str = "drawing") -> None:
         if partial is not None:
             partial.unlink(missing_ok=True)
         reason = getattr(error, "strerror", None) or str(error)
-        if isinstance(error, FileNotFoundError):
+        if isinstance(error, FileNotFoundError) and not path.parent.exists():
             reason = f"the folder {path.parent} does not exist; create it first"
         raise FileError(f"cannot write the {kind} {path}: {reason}") from error

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
@@ -77,11 +78,11 @@ class AdditivityTest:
             if not has_counts:
                 self._warn(f"raises on parts of a batch ({type(error).__name__}: {error})")
             return None
-        if not readings:  # no loss was finite
+        if not readings:
+            if not has_counts:
+                self._warn("is not finite on parts of a batch")
             return None
-        first, second = view.sizes
-        weights["shares"] = first / (first + second), second / (first + second)
-        weights["sums"] = 1.0, 1.0
+        weights |= _mean_and_sum_weights(view)
         weighting = consistent(readings, weights)
         if weighting is None:
             expected = weights.get("counts", weights["shares"])
@@ -90,6 +91,8 @@ class AdditivityTest:
         for reading in readings:
             if reading.nonlinear:
                 raise SettingError(nonlinear_in_samples(reading.nonlinear, view.along_tokens))
+        if not view.along_tokens:
+            _check_repeated_targets(view.with_repeated_targets(), weighting)
         return weighting
 
     def _warn(self, reason: str) -> None:
@@ -106,6 +109,38 @@ class AdditivityTest:
         )
 
 
+def _check_repeated_targets(view: View, weighting: Weighting) -> None:
+    """Refuse a loss that adds up otherwise where both parts have targets in common.
+
+    Micro-batches of few samples often have no class in common. A loss that depends on how often a
+    class occurs in the batch then adds up, until two micro-batches have one.
+
+    Args:
+        view: a pair whose parts have targets in common.
+        weighting: how the losses of two micro-batches add up.
+
+    Raises:
+        SettingError: those of the pair add up otherwise.
+    """
+    weights = _mean_and_sum_weights(view)
+    failed: list[Reading] = []
+    # A loss may raise anything where targets repeat, and has passed the test where they do not.
+    with suppress(Exception):
+        if weighting == "counts":
+            weights["counts"] = _divisor_weights(view)
+        readings = view.readings(brief=True)
+        failed = [reading for reading in readings if not reading.fits(weights[weighting])]
+    if failed:
+        raise SettingError(not_additive(failed[0], view.sizes, weights, False, repeated=True))
+
+
+def _mean_and_sum_weights(view: View) -> dict[Weighting, tuple[float, float]]:
+    """Return the weights of both parts of a pair, for a mean over samples or tokens and for a sum."""
+    first, second = view.sizes
+    total = first + second
+    return {"shares": (first / total, second / total), "sums": (1.0, 1.0)}
+
+
 def _first_misfit(readings: Sequence[Reading], weights: tuple[float, float]) -> Reading:
     """Return the first reading that the weights do not fit; the first of all if they fit all."""
     return next((reading for reading in readings if not reading.fits(weights)), readings[0])
@@ -117,8 +152,8 @@ def _divisor_weights(view: View) -> tuple[float, float]:
     Raises:
         UnknownForm: the divisor of the joined pair is 0.
     """
-    joined_divisor = view.joined_evaluation().terms[0].divisor
-    if not joined_divisor:
+    evaluations = view.pair_evaluations()
+    first, second, joined = (evaluation.terms[0].divisor for evaluation in evaluations)
+    if not joined:
         raise UnknownForm("a pair that counts nothing")
-    first, second = (view.evaluation(number).terms[0].divisor for number in view.pair)
-    return first / joined_divisor, second / joined_divisor
+    return first / joined, second / joined

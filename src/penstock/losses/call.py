@@ -52,6 +52,9 @@ _FUNCTIONS = frozenset(
     }
 )
 
+#: Options of the loss modules of torch on which their divisors depend.
+_OPTIONS = ("reduction", "ignore_index", "weight", "label_smoothing")
+
 
 @dataclass
 class LossCall:
@@ -102,6 +105,15 @@ class LossCall:
             seed_generators(self.device, seed)
             return self.loss(value, target)
 
+    def settings(self) -> object:
+        """Return the options of a loss module on which its divisor depends.
+
+        The caller may change them at any time. None if the loss is no module.
+        """
+        if not isinstance(self.loss, nn.Module):
+            return None
+        return tuple([_setting(getattr(self.loss, name, None)) for name in _OPTIONS])
+
     def target(self, batch: Batch, number: int) -> Any:
         """Return the targets of a micro-batch or slice, on the device."""
         assert batch.targets is not None
@@ -148,6 +160,13 @@ class LossCall:
             with suppress(Exception):  # what cannot be copied is called as it is
                 loss = copy.deepcopy(loss)
         return loss
+
+
+def _setting(value: object) -> object:
+    """Return an option of a loss module; of a tensor a mark that differs if it has been changed."""
+    if not isinstance(value, Tensor):
+        return value
+    return id(value), 0 if value.is_inference() else value._version
 
 
 def is_torchs_loss(loss: object) -> bool:

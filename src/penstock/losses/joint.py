@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.autograd import Function
 
 from penstock.batches.batch import Batch
-from penstock.errors import ScheduleError
+from penstock.errors import ScheduleError, SettingError
 from penstock.losses.call import LossCall, one_number
+from penstock.losses.messages import NO_GRAPH
 from penstock.schedule.op import BACKWARD_STARTS, Kind, Schedule
 from penstock.values.structure import flatten, tensors_of, unflatten
 
@@ -168,14 +169,21 @@ class JointLosses:
         return self._root(joint, number, value), share
 
     def _loss(self, joint: _Joint) -> Tensor:
-        """Return the loss on the joined outputs, with its graph in training."""
+        """Return the loss on the joined outputs, with its graph in training.
+
+        Raises:
+            SettingError: it has no graph in training.
+        """
         batch = joint.batch
         with torch.set_grad_enabled(batch.training):
             output = batch.joined(joint.outputs)
             loss = self.call(batch, -1, output, self.call.whole_target(batch))
             if type(loss) is tuple and len(loss) == 2:
                 loss = loss[0] / loss[1]
-            return one_number(loss)
+            number = one_number(loss)
+        if batch.training and not number.requires_grad:
+            raise SettingError(NO_GRAPH)
+        return number
 
     def _root(self, joint: _Joint, number: int, value: Any) -> Tensor:
         """Return the root of one micro-batch's backward; without a graph if it has no backward."""

@@ -156,7 +156,7 @@ class LossWeights:
             if self.loss_weight is not None:
                 weights = self._by_caller(batch)
             else:
-                key = _key_of(batch)
+                key = self._key_of(batch)
                 knowledge = self._knowledge_by_key.get(key)
                 test = knowledge is None or self._is_due(knowledge, self._batches)
                 weights = self._by_loss(views, key, test=test)
@@ -175,7 +175,7 @@ class LossWeights:
             return batch.shares
         if self.loss_weight is not None:
             return None
-        knowledge = self._knowledge_by_key.get(_key_of(batch))
+        knowledge = self._knowledge_by_key.get(self._key_of(batch))
         if knowledge is None or self._is_due(knowledge, self._batches + 1):
             return None
         weights = self._by_knowledge(batch, knowledge)
@@ -197,6 +197,14 @@ class LossWeights:
             return True
         return is_due(number)
 
+    def _key_of(self, batch: Batch) -> object:
+        """Return the form of a batch, its targets and the loss, under which knowledge is kept."""
+        target, settings = batch.whole[1], self.call.settings()
+        if type(target) is Tensor:
+            return batch.signature, target.shape, target.dtype, settings
+        forms = tuple((leaf.shape, leaf.dtype) for leaf in tensors_of(target))
+        return batch.signature, forms, settings
+
     def _remember(self, key: object, knowledge: Knowledge) -> None:
         if len(self._knowledge_by_key) >= _MOST_FORMS:
             self._knowledge_by_key.clear()
@@ -212,10 +220,15 @@ class LossWeights:
     def _by_classes(self, batch: Batch, classes: Classes) -> list[float]:
         """Return the weights of a mean over class indices."""
         whole = tensors_of(batch.whole[1])[classes.leaf]
-        if classes.weight is None and not bool((whole == classes.ignore_index).any()):
-            return batch.shares
         assert batch.targets is not None
         targets = batch.targets
+        if classes.weight is None and not bool((whole == classes.ignore_index).any()):
+            if not self.call.is_torchs:
+                # A function may use other weights, or ignore another class, from some batch on:
+                # `check` compares its divisors.
+                sizes = [float(tensors_of(target)[classes.leaf].numel()) for target in targets]
+                batch.loss_counts = dict(enumerate(sizes))
+            return batch.shares
         if classes.weight is not None and self.call.host_target(batch, None) is None:
             targets = [self.call.target(batch, number) for number in batch.numbers]
         leaves = [tensors_of(target)[classes.leaf] for target in targets]
@@ -435,12 +448,3 @@ def _same_contents(one: Tensor, other: Tensor) -> bool:
     if one.numel() != other.numel():
         return False
     return torch.equal(one.flatten().sort()[0], other.flatten().sort()[0])
-
-
-def _key_of(batch: Batch) -> object:
-    """Return the form of a batch and its targets, under which knowledge of the loss is kept."""
-    target = batch.whole[1]
-    if type(target) is Tensor:
-        return batch.signature, target.shape, target.dtype
-    forms = tuple((leaf.shape, leaf.dtype) for leaf in tensors_of(target))
-    return batch.signature, forms

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from penstock.losses.probe import Reading, Weighting
 
@@ -19,28 +19,42 @@ def not_additive(
     sizes: tuple[int, int],
     weights: Mapping[Weighting, tuple[float, float]],
     along_tokens: bool,
+    *,
+    repeated: bool = False,
 ) -> str:
-    """Return the message for a loss that does not add up in any known way."""
+    """Return the message for a loss that does not add up in any known way.
+
+    Args:
+        reading: the losses of two parts of a batch and of both joined.
+        sizes: samples of both parts, or tokens.
+        weights: of both parts, by how the loss may add up.
+        along_tokens: whether the parts are slices of the same sequences.
+        repeated: whether targets of the first part occur in the second too.
+    """
     unit = "tokens" if along_tokens else "samples"
     mean, total = weights["shares"], weights["sums"]
     values = reading.first, reading.second
     as_mean = sum(weight * value for weight, value in zip(mean, values, strict=True))
     as_sum = sum(weight * value for weight, value in zip(total, values, strict=True))
+    parts = "two parts in which the same targets occur" if repeated else "two of them"
     begin = (
-        "the loss of a batch is not made of the losses of its micro-batches: two of them, of "
+        f"the loss of a batch is not made of the losses of its micro-batches: {parts}, of "
         f"{sizes[0]} and {sizes[1]} {unit}, have losses {reading.first:.6g} and "
         f"{reading.second:.6g}, both joined have {reading.joined:.6g}."
     )
-    if reading.values_fit(mean) or reading.values_fit(total):
+    if not repeated and (reading.values_fit(mean) or reading.values_fit(total)):
         return (
             f"{begin} These values add up, their gradients do not. Either the loss is a nonlinear "
             f"function of a mean over {unit}, or it is scaled by something that is detached from "
             "its graph and differs from micro-batch to micro-batch, such as loss / loss.detach(). "
             f"{WAYS_OUT}"
         )
+    example = "a contrastive one"
+    if repeated:
+        example += ", or where the weight of a class depends on how often it occurs in the batch"
     return (
         f"{begin} A mean over {unit} would be {as_mean:.6g}, a sum {as_sum:.6g}. Either {unit} see "
-        "each other in the loss (as in a contrastive one), or it is a mean over something else. "
+        f"each other in the loss (as in {example}), or it is a mean over something else. "
         f"{WAYS_OUT}"
     )
 
@@ -77,7 +91,8 @@ def count_differs(number: int, expected: float, count: float | None) -> str:
     return (
         f"the loss of micro-batch {number} is divided by {divisor}, and {expected:g} was expected: "
         "what it counts does not depend on the batch's targets alone, or not in proportion to its "
-        f"samples, so the micro-batches cannot be weighted before the first backward. {WAYS_OUT}"
+        "samples, or has changed since earlier batches, so the micro-batches cannot be weighted "
+        f"before the first backward. {WAYS_OUT}"
     )
 
 
@@ -101,3 +116,27 @@ def smoothing_without_weight(number: int) -> str:
         "weight[target].sum(); Pipeline(loss_on='batch') computes it once on the outputs of the "
         "whole batch; fewer micro-batches or a class weight above 0 avoid the division"
     )
+
+
+def zero_divisors(divisors: Sequence[float], whole: float) -> str:
+    """Return the message for divisors of micro-batches of which one is 0 and some part is missing.
+
+    Args:
+        divisors: of the loss, by micro-batch.
+        whole: the divisor of the loss of the batch.
+    """
+    zero = next(number for number, divisor in enumerate(divisors) if not divisor)
+    return (
+        f"the loss of the batch is divided by {whole:g}, and those of its micro-batches by "
+        f"{sum(divisors):g} together; that of micro-batch {zero} by 0, so it cannot be computed. "
+        "What the micro-batch contributes to the batch is not in its own loss, as where samples "
+        f"are compared with their neighbours. {WAYS_OUT}"
+    )
+
+
+NO_GRAPH = (
+    "the loss has no gradient: it does not depend on the output of the model, or only through "
+    "detach(), item(), NumPy, no_grad() or a function without a gradient such as argmax. Nothing "
+    "would be trained; plain PyTorch raises in loss.backward(). Compute the loss from the output "
+    "with functions of torch that have a gradient"
+)

@@ -288,10 +288,12 @@ def _shift_values(leaf: Tensor, _: int) -> Tensor:
 
 
 def _amplify(leaf: Tensor, dim: int) -> Tensor:
-    """Return larger values if there are values below 0; others may be probabilities."""
+    """Return larger values of the other sign if there are values below 0; others may be
+    probabilities.
+    """
     if not leaf.is_floating_point() or bool((leaf >= 0).all()):
         return _flip_features(leaf, dim)
-    return leaf * 4
+    return leaf * -4
 
 
 def _attenuate(leaf: Tensor, _: int) -> Tensor:

@@ -6,10 +6,14 @@ from collections.abc import Sequence
 
 from penstock.batches.batch import Batch
 from penstock.errors import SettingError
+from penstock.losses.messages import zero_divisors
 from penstock.losses.terms import Term, UnknownForm, same
 
 #: Relative difference below which a weight counts as equal to the share of samples.
 _ROUNDING = 1e-9
+
+#: The same for a sum of divisors, which are read in float32.
+_ROUNDING_OF_SUMS = 1e-4
 
 
 def weights_of(counts: Sequence[float], total: float, shares: Sequence[float]) -> list[float]:
@@ -81,12 +85,16 @@ def weights_by_term(
 
     Raises:
         UnknownForm: the loss of a micro-batch has other terms than that of the batch.
+        SettingError: a micro-batch has a divisor of 0, and those of the others are not that of the
+            batch together, so that it has a part in the batch that is not in its own loss.
     """
     if any(len(terms) != len(whole) for terms in parts):
         raise UnknownForm("terms that come and go")  # such as one that only some batches add
     columns = []
     for place, term in enumerate(whole):
         divisors = [terms[place].divisor for terms in parts]
+        if 0.0 in divisors and not same(sum(divisors), term.divisor, _ROUNDING_OF_SUMS):
+            raise SettingError(zero_divisors(divisors, term.divisor))
         columns.append(weights_of(divisors, term.divisor, shares))
     return columns
 

@@ -14,8 +14,9 @@ from penstock.errors import SettingError
 from penstock.losses.call import LossCall, one_number
 from penstock.losses.joint import JointLosses
 from penstock.losses.loss_weights import LossWeights
-from penstock.losses.messages import count_differs, infinite_without_weight
+from penstock.losses.messages import NO_GRAPH, count_differs, infinite_without_weight
 from penstock.losses.terms import same
+from penstock.losses.view import View
 from penstock.values.deferred_checks import DeferredChecks
 from penstock.values.structure import map_tensors, tensors_of
 
@@ -60,6 +61,9 @@ class StageLoss:
         self._weights = LossWeights(self._call, self.options.loss_weight, self.layers)
         self._joint = JointLosses(self._call) if self.options.loss_on == "batch" else None
         self._on_host = self.device.type == "cpu"
+        # Whether a loss had a graph: then one without is that of a micro-batch in which nothing
+        # counts, for which the function of the caller may return a constant.
+        self._has_graph = False
 
     def prepare(self, batch: Batch) -> None:
         """Count the weights of a batch's losses before its first output is there, if possible."""
@@ -96,6 +100,8 @@ class StageLoss:
         loss = self._call(batch, micro_batch, value, self._call.target(batch, micro_batch))
         counted = type(loss) is tuple
         loss = self._sum_of_counted(batch, micro_batch, loss) if counted else one_number(loss)
+        if not (self._has_graph or sides):
+            self._check_graph(batch, micro_batch, value, loss)
         if weight == 0.0:
             # A weight of 0 would not remove a NaN, such as the mean over no tokens: 0 x NaN is NaN.
             self._refuse_infinity(micro_batch, loss.detach())
@@ -191,6 +197,18 @@ class StageLoss:
             self.checks.add(failed, count_differs(number, expected, None))
         elif not same(expected, float(count), 1e-5):
             raise SettingError(count_differs(number, expected, float(count)))
+
+    def _check_graph(self, batch: Batch, number: int, value: Any, loss: Tensor) -> None:
+        """Refuse a loss without a gradient, if that of the whole batch has none either.
+
+        Raises:
+            SettingError: nothing would be trained.
+        """
+        self._has_graph = loss.requires_grad
+        if self._has_graph or not any(leaf.requires_grad for leaf in tensors_of(value)):
+            return
+        if not View(self._call, batch, number, value, number).has_graph():
+            raise SettingError(NO_GRAPH)
 
     def _joint_loss(self, batch: Batch, number: int, value: Any, sides: Sequence[Tensor]) -> Tensor:
         """Return the root of a micro-batch's backward for `loss_on="batch"`, see `JointLosses`."""

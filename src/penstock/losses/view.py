@@ -5,8 +5,9 @@ It has the output of one micro-batch, and the targets of all.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from penstock.losses.symbolic import (
     smooths_without_weight,
     without_stage_hooks,
 )
-from penstock.losses.terms import UnknownForm, detached
+from penstock.losses.terms import UnknownForm, detached, is_float
 from penstock.modules.randomness import drawing, generator_states, has_drawn, seed_generators
 from penstock.values.structure import map_tensors
 
@@ -44,6 +45,8 @@ class View:
         number: the micro-batch, or slice, whose output is available.
         value: that output.
         partner: another micro-batch, which the numeric test joins with it.
+        repeated: whether the second part of the pair is both micro-batches, so that targets of the
+            first occur in both parts. A loss may depend on how often a class occurs.
     """
 
     call: LossCall
@@ -51,6 +54,7 @@ class View:
     number: int
     value: Any
     partner: int
+    repeated: bool = False
 
     @classmethod
     def all(cls, call: LossCall, batch: Batch, number: int, value: Any, turn: int) -> list[View]:
@@ -106,7 +110,11 @@ class View:
         """The number of samples of both, or of tokens per sample if they are slices."""
         axis = int(self.along_tokens)
         first, second = (self.extents(number)[axis] for number in self.pair)
-        return first, second
+        return (first, first + second) if self.repeated else (first, second)
+
+    def with_repeated_targets(self) -> View:
+        """Return the view of the same micro-batches in which both parts have targets in common."""
+        return replace(self, repeated=True)
 
     def extents(self, number: int | None) -> tuple[int, int]:
         """Return the samples and tokens of a micro-batch or slice; of the batch if None.
@@ -145,14 +153,22 @@ class View:
             return self.call.whole_target(self.batch)
         return self.call.target(self.batch, number)
 
-    def joined_evaluation(self) -> Evaluation:
-        """Evaluate the loss on meta outputs for the joined pair. Raises as `evaluation`."""
-        (samples, tokens), (others, lengths) = (self.extents(number) for number in self.pair)
-        if self.along_tokens:
-            return self._evaluation((samples, tokens + lengths), self._joined_target())
-        if tokens != lengths:
-            raise UnknownForm("slices of different lengths")
-        return self._evaluation((samples + others, tokens), self._joined_target())
+    def pair_evaluations(self) -> tuple[Evaluation, Evaluation, Evaluation]:
+        """Evaluate the loss on meta outputs for both parts of the pair, and for both joined.
+
+        Raises:
+            UnknownForm, Unpredictable: as `evaluation`; or the parts are slices of different
+                lengths.
+        """
+        first, second = self.pair
+        if not self.repeated:
+            return (
+                self.evaluation(first),
+                self.evaluation(second),
+                self._joined_evaluation(self.pair),
+            )
+        both = self._joined_evaluation(self.pair)
+        return self.evaluation(first), both, self._joined_evaluation((first, first, second))
 
     def smooths_without_weight(self, number: int) -> bool:
         """Whether the loss of a micro-batch divides its label smoothing by a class weight of 0."""
@@ -161,9 +177,20 @@ class View:
             return smooths_without_weight(self.call.untouched(), output, self.target(number))
         return False
 
-    def _joined_target(self) -> Any:
-        """Return the targets of the joined pair."""
-        targets = [self.call.target(self.batch, number) for number in self.pair]
+    def _joined_evaluation(self, numbers: Sequence[int]) -> Evaluation:
+        """Evaluate the loss on meta outputs for several micro-batches in one."""
+        extents = [self.extents(number) for number in numbers]
+        samples, tokens = extents[0]
+        target = self._joined_target(numbers)
+        if self.along_tokens:
+            return self._evaluation((samples, sum(length for _, length in extents)), target)
+        if any(length != tokens for _, length in extents):
+            raise UnknownForm("slices of different lengths")
+        return self._evaluation((sum(count for count, _ in extents), tokens), target)
+
+    def _joined_target(self, numbers: Sequence[int]) -> Any:
+        """Return the targets of several micro-batches in one."""
+        targets = [self.call.target(self.batch, number) for number in numbers]
         return join(targets, int(self.along_tokens))
 
     def _evaluation(self, extents: tuple[int, int], target: Any) -> Evaluation:
@@ -174,7 +201,7 @@ class View:
             return evaluate(self.call.untouched(), output, target)
 
     def readings(self, *, brief: bool = False) -> list[Reading]:
-        """Evaluate the loss on both micro-batches of the pair and on both joined, in numbers.
+        """Evaluate the loss on both parts of the pair and on both joined, in numbers.
 
         Args:
             brief: see `probe.readings`.
@@ -185,6 +212,8 @@ class View:
         """
         axis = int(self.along_tokens)
         first, second = (self.call.target(self.batch, number) for number in self.pair)
+        if self.repeated:
+            second = self._joined_target(self.pair)
         count = self.extents(self.number)[axis]
         pair = Pair((first, second), self.sizes, self._output(), axis, count)
         loss = self.call.untouched()
@@ -215,6 +244,23 @@ class View:
         with torch.no_grad(), drawing(self.call.device):
             seed_generators(self.call.device, 0)
             return self.call.untouched()(clone_tensors(output), target)
+
+    def has_graph(self) -> bool:
+        """Whether the loss of the whole batch has a gradient with respect to the output.
+
+        The available output is repeated for all samples. A loss that raises on it is not judged.
+        """
+        (samples, tokens), (all_samples, length) = self.extents(self.number), self.extents(None)
+        with suppress(Exception), drawing(self.call.device), torch.enable_grad():
+            output = repeat_samples(self._output(), 0, samples, all_samples)
+            if tokens != length:
+                output = repeat_samples(output, 1, tokens, length)
+            leaves = map_tensors(lambda leaf: leaf.requires_grad_(is_float(leaf)), output)
+            seed_generators(self.call.device, 0)
+            target = clone_tensors(self.call.whole_target(self.batch))
+            loss = self.call.untouched()(clone_tensors(leaves), target)
+            return bool((loss[0] if type(loss) is tuple else loss).requires_grad)
+        return True
 
     def _output(self) -> Any:
         """Return the available output without its graph."""
