@@ -143,13 +143,16 @@ def rows_of(encoding):
 
 
 def held(schedule, costs):
-    """The peak memory of every rank."""
+    """The peak memory of every rank. An E moves activations to a partner, and an L back."""
     sizes = costs.activation_bytes or (1,) * schedule.stages
     peaks = []
-    for program in schedule.programs:
+    for rank, program in enumerate(schedule.programs):
         now = peak = 0
-        for kind, stage, _ in program:
-            now += sizes[stage] * ((kind is Kind.F) - (kind in (Kind.B, Kind.W)))
+        for kind, stage, micro_batch in program:
+            change = (kind in (Kind.F, Kind.L)) - (kind in (Kind.B, Kind.W, Kind.E))
+            if kind in (Kind.E, Kind.L) and schedule.placement[stage, micro_batch] != rank:
+                change = -change
+            now += sizes[stage] * change
             peak = max(peak, now)
         peaks.append(peak)
     return peaks
