@@ -163,8 +163,9 @@ def test_hooks_are_left_as_they_were_when_a_layer_fails():
     y.sum().backward()
 
 
+@pytest.mark.parametrize("mixed", [False, True], ids=["whole", "mixed"])
 @pytest.mark.parametrize("inside", [False, True], ids=["forward alone", "backward too"])
-def test_mixed_precision_of_the_recompute_is_that_of_the_forward(inside):
+def test_mixed_precision_of_the_recompute_is_that_of_the_forward(mixed, inside):
     """A backward may run outside autocast or under another dtype; the second forward uses that of
     the first.
     """
@@ -173,9 +174,9 @@ def test_mixed_precision_of_the_recompute_is_that_of_the_forward(inside):
         torch.manual_seed(0)
         layers = [Layer(0, nn.Linear(8, 8)), Layer(1, nn.Tanh()), Layer(2, nn.Linear(8, 8))]
         x = torch.randn(4, 8, requires_grad=True)
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
             out = run(layers, x, recomputed, unseeded)
-        assert out.dtype is torch.bfloat16
+        assert out.dtype is (torch.bfloat16 if mixed else torch.float32)
         with torch.autocast("cpu", torch.float16) if inside else nullcontext():
             out.float().sum().backward()
         dtypes.append([x.grad, *(p.grad for layer in layers for p in layer.module.parameters())])
