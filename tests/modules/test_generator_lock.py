@@ -38,9 +38,13 @@ class Visitor(threading.Thread):
 def test_a_thread_may_hold_it_again():
     """A layer that draws may call another one."""
     lock = GeneratorLock()
-    with lock.held(), lock.held():
-        pass
-    Visitor(lock, passes=False).end()
+    with lock.held():
+        with lock.held():
+            pass
+        visitor = Visitor(lock, passes=False)
+        assert not visitor.inside.wait(0.05), "the outer block still holds it"
+    assert visitor.inside.wait(HANG_S)
+    visitor.end()
 
 
 @pytest.mark.parametrize("passes", [False, True])

@@ -188,6 +188,12 @@ def test_resets_run_before_the_model_initialises_each_from_the_inside_to_the_out
         "init inner",
         "init model",
     ]
+    calls.clear()
+    values_of(on_meta(build), "inner.inner.buffer0", "buffer0", "other.buffer0")
+    assert calls == [
+        *("reset leaf", "reset other", "reset model"),
+        *("init leaf", "init inner", "init other", "init model"),
+    ]
 
 
 @pytest.mark.parametrize(
