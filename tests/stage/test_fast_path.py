@@ -184,6 +184,24 @@ def test_a_form_takes_the_fast_path_if_its_first_forward_needed_nothing_else(cha
     assert path.bytes_by_form == ({"b": 48} if enabled else {})
 
 
+@pytest.mark.parametrize("last", [False, True])
+def test_layers_with_side_losses_never_take_the_fast_path(last):
+    """It would leave the path at once, after a graph that nothing has measured."""
+    module = LateSides()
+    module.calls = 2
+    layers = StageLayers([StageLayer(0, "0", module)], CPU, 0)
+    loss = nn.functional.mse_loss if last else None
+    stage = Stage(0, layers, Update.make(list(module.parameters()), None), loss=loss)
+    x = torch.randn(3, 4)
+    for step in range(3):
+        batch = make_batch(x, x, 1, step=step, training=True)
+        output = stage.forward(batch, 0, None)
+        arrived = None if output is None else Payload.flat([torch.ones(3, 4)])
+        stage.backward(batch, 0, arrived)
+        assert not stage._fast_path.bytes_by_form
+        assert stage.activation_meter.now == 0
+
+
 @pytest.mark.parametrize("sides", [False, True])
 def test_a_form_leaves_the_fast_path_with_its_first_side_loss(sides):
     """Later micro-batches must be measured with the graphs of their side losses; other forms stay."""
