@@ -164,7 +164,13 @@ def test_a_sparse_gradient_that_is_not_finite_is_named():
     check.before_update(stage, "4U1")
     table.weight.grad = table.weight.grad * NAN
     check.after_backward(stage, batch_with(), 1)
-    with pytest.raises(NonFinite, match=r"l0\.weight is not finite, from one of its micro-batches"):
+    text = r"l0\.weight is not finite, from one of its micro-batches"
+    with pytest.raises(NonFinite, match=text):
+        check.before_update(stage, "4U1")
+    # Two finite rows of one index, whose sum is not.
+    rows = torch.full((2, 2), 3e38)
+    table.weight.grad = torch.sparse_coo_tensor([[1, 1]], rows, (4, 2), check_invariants=False)
+    with pytest.raises(NonFinite, match=text):
         check.before_update(stage, "4U1")
 
 

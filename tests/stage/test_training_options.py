@@ -126,6 +126,12 @@ def test_batch_norms_are_deferred_on_request_and_in_layers_alone(deferred):
 MSE = nn.functional.mse_loss
 
 
+def named(loss):
+    """Give a loss an attribute, so that `partial` does not join it with another one."""
+    loss.name = "a loss"
+    return loss
+
+
 def refusal(*, schedule="1f1b", loss=MSE, steps=True, **options):
     """Return the message with which options are refused; None if they are not."""
     made_schedule = ps.schedule(schedule, 2, 1 if schedule == "pipedream" else 4)
@@ -212,6 +218,7 @@ def test_options_that_make_sense_are_taken(options):
         ({"loss": 3}, "loss must be a function of output and target, not 3"),
         ({"loss": partial(MSE, reduction="none")}, "the loss has reduction='none'"),
         ({"loss": partial(partial(MSE, reduction="none"))}, "the loss has reduction='none'"),
+        ({"loss": partial(named(partial(MSE, reduction="none")))}, "the loss has reduction='none'"),
         ({"loss": nn.MSELoss(reduction="none")}, "the loss has reduction='none'"),
         ({"loss": partial(nn.MSELoss(reduction="none"))}, "the loss has reduction='none'"),
         ({"loss_weight": 3}, "loss_weight must be a function from the targets"),
