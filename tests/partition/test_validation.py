@@ -14,10 +14,12 @@ from penstock.partition.block import block_partition
 from penstock.partition.bottleneck import minimax
 from penstock.partition.validation import (
     LARGEST_SUM,
+    bytes_of,
     check_costs,
     check_number,
     in_flight_of,
     limits_of,
+    links_of,
     numbers_of,
     refuse_unknown,
     rows_of,
@@ -105,6 +107,21 @@ def test_limits_are_one_number_for_each_holder(limits):
     ):
         limits_of(limits, "limits", 2, "ranks")
     assert limits_of([1.0, math.inf], "limits", 2, "ranks").tolist() == [1.0, math.inf]
+
+
+def test_both_ends_of_the_model_have_no_link_and_costs_are_free_by_default():
+    """One cost per cut: a layer has a link before it only if another layer comes before."""
+    assert links_of([1.0, 2.0], 3).tolist() == [0, 1, 2, 0]
+    assert links_of(None, 3).tolist() == [0, 0, 0, 0]
+    assert links_of([], 1).tolist() == [0, 0]
+    for transfer in ([1.0], [1.0, 2.0, 3.0]):
+        expected = rf"transfer: has {len(transfer)} entries, but 2 are needed"
+        with pytest.raises(PartitionError, match=expected):
+            links_of(transfer, 3)
+    assert bytes_of(None, "x", 2, 3).tolist() == [[0, 0, 0], [0, 0, 0]]
+    assert bytes_of([1, 2, 3], "x", 2, 3).tolist() == [[1, 2, 3], [1, 2, 3]]
+    with pytest.raises(PartitionError, match="x: has 3 entries, but 2 are needed"):
+        bytes_of([1, 2, 3], "x", 2, 2)
 
 
 def test_the_largest_sum_is_allowed_and_the_first_bad_entry_named():
