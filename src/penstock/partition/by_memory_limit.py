@@ -99,7 +99,8 @@ def _limits(memory_limit: float | Sequence[float] | None, stages: int) -> list[f
     """Return the memory limit of every stage's rank in bytes."""
     if memory_limit is None:
         return [np.inf] * stages
-    if isinstance(memory_limit, Sequence) or np.ndim(memory_limit):
+    is_list = isinstance(memory_limit, Sequence) and not isinstance(memory_limit, str)
+    if is_list or np.ndim(memory_limit):
         entries: Sequence[float] = memory_limit  # type: ignore[assignment]
         limits = [check_number("memory_limit", entry) for entry in entries]
         if len(limits) != stages:
