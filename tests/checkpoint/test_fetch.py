@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 from dataclasses import replace
@@ -108,6 +109,22 @@ def test_one_rank_of_a_disk_writes_and_files_that_are_there_stay(tmp_path, run, 
         ("1", NAMES[2]),
     ]
     assert (tmp_path / "1" / NAMES[1]).stat().st_mtime_ns == before
+
+
+def test_processes_that_fetch_one_file_at_the_same_time_write_copies_of_their_own(
+    tmp_path, run, monkeypatch
+):
+    """Several pipelines of one job may load a checkpoint; the last copy stays."""
+    make_disks(tmp_path, ("012i", ""))
+    sync_file, partials = fetch.sync_file, []
+
+    def sync_and_note(path):
+        partials.append(path.name)
+        sync_file(path)
+
+    monkeypatch.setattr(fetch, "sync_file", sync_and_note)
+    assert run("01") == [None, None]
+    assert partials == [f"{name}.{os.getpid()}.partial" for name in (*NAMES, INDEX)]
 
 
 def test_the_index_comes_last_so_that_a_folder_with_one_has_its_files(tmp_path, run, monkeypatch):

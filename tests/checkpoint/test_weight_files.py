@@ -312,6 +312,7 @@ def test_a_checkpoint_in_a_folder_comes_before_other_formats_and_is_verified(tmp
     expected = load_weights(tmp_path)
     save_file({"of the file": torch.ones(1)}, tmp_path / "model.safetensors")
     shards('{"weight_map": {"of the file": "model.safetensors"}}')(tmp_path)
+    (tmp_path / ".metadata").write_bytes(b"of other weights")
     assert load_weights(tmp_path).keys() == expected.keys()
     file = next(tmp_path.glob("*stage-0001*"))
     file.write_bytes(file.read_bytes()[:-1] + b"\x7f")

@@ -56,6 +56,9 @@ def test_yaml_becomes_a_dataclass_a_model_or_plain_values(tmp_path):
         ("kind: sdg", "at kind: Input should be 'sgd' or 'adam', not 'sdg'"),
         ("cut: [x, y, z]", r"at cut\.0: .* \(and 2 more errors\)"),
         ("- model", r"at the top: \['model'\] is no mapping with keys of model, rate, cut"),
+        ("[]", r"at the top: \[\] is no mapping with keys of model, rate, cut"),
+        ("0", "at the top: 0 is no mapping with keys of model, rate, cut"),
+        ("''", "at the top: '' is no mapping with keys of model, rate, cut"),
     ],
 )
 def test_what_does_not_fit_the_type_is_refused_with_its_place(text, message):
@@ -169,7 +172,7 @@ def test_keys_are_known_by_their_place_in_a_type():
     assert known_keys(tuple[Lab, Run], (1,)) == known_keys(tuple[Run, ...], (4,)) == keys
     assert known_keys(tuple[Lab, Run], (7,)) == keys
     assert known_keys(dict[str, list[Run]], ("a", 0)) == keys
-    assert known_keys(Run, ("options",)) == known_keys(Run | Lab, ()) == ()
+    assert known_keys(Run, ("options",)) == known_keys(Run | Lab | None, ()) == ()
     assert known_keys(Fleet, ("nothing",)) == known_keys(dict, ("a",)) == ()
 
 

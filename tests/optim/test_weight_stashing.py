@@ -401,3 +401,21 @@ def test_backwards_that_read_other_versions_than_their_forwards_leave_these_as_t
         assert torch.equal(module.weight, versions[backward_versions[number]])
         assert module.weight.data_ptr() == place
     assert torch.equal(weights.newest()[0], versions[2].flatten())
+
+
+def test_values_that_are_loaded_after_a_layer_has_moved_its_weights_are_trained(lab):
+    """A drain gives the parameters the memory of the newest version, to which others then write."""
+    module = nn.Linear(2, 1, bias=False)
+    line = lab.line_of("stash", 0, 2, 1, batches=8)
+    weights = lab.make(lab.site_of(module, line, "stash", lambda ps: torch.optim.SGD(ps, lr=1.0)))
+    weights.before_forward(0)
+    module.weight.data = module.weight.data.clone()
+    weights.drain()
+    with torch.no_grad():
+        module.weight.fill_(7.0)
+    weights.before_forward(0)
+    module.weight.grad = torch.ones_like(module.weight)
+    weights.update(1)
+    assert module.weight.tolist() == [[6.0, 6.0]]
+    weights.before_backward(0)
+    assert module.weight.tolist() == [[7.0, 7.0]]
