@@ -360,6 +360,14 @@ def test_tensors_are_read_by_name_and_do_not_change_with_the_file(written):
     assert read["a"].is_contiguous()
 
 
+def test_tensors_of_a_file_without_texts_are_read(tmp_path):
+    """Other programs may have written it."""
+    save_file({"a": torch.ones(2), "b": torch.zeros(1)}, tmp_path / NAME)
+    read = read_tensors(tmp_path, NAME, ["a"])
+    assert list(read) == ["a"]
+    assert torch.equal(read["a"], torch.ones(2))
+
+
 def test_complex_numbers_are_restored_where_they_are_asked_for(tmp_path):
     """A file names all that it has; pairs of numbers that were saved as pairs stay so."""
     row = {"z": torch.ones(2, dtype=torch.complex128), "pairs": torch.ones(2, 2).double()}

@@ -230,3 +230,22 @@ def test_only_features_of_floating_point_outputs_are_changed():
     assert [rolled[0].tolist(), rolled[1].tolist()] == [[-3, -5, -4], [[4, 5], [0, 1], [2, 3]]]
     assert all(torch.equal(numbers, classes) for _, numbers in others)
     assert torch.equal(others[0][0], places)
+
+
+def test_probabilities_and_rates_stay_what_they_are():
+    """A loss may take a logarithm of them; scores may become any numbers."""
+    seen = []
+
+    def loss(output, target):
+        seen.append(output.detach().clone())
+        return output.sum()
+
+    shares = torch.tensor([[0.1, 0.9], [0.0, 1.0], [0.5, 0.5]])
+    targets = torch.ones(2, 2), torch.ones(3, 2)
+    readings(loss, Pair(targets, (2, 3), shares, 0, 3))
+    assert all(bool(((output >= 0) & (output <= 1)).all()) for output in seen)
+    changed = seen[1::3]
+    assert torch.equal(changed[1], shares.flip(-1))
+    assert torch.equal(changed[2], shares / 2)
+    assert torch.equal(changed[3], shares.flip(-1))
+    assert torch.equal(changed[4], shares / 8)
