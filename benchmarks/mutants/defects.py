@@ -1720,8 +1720,8 @@ DEFECTS += [
     Defect(
         "prediction: one more prediction is stored than is planned for",
         "optim/predicted.py",
-        "self._spare = site.rule.extra - 1",
-        "self._spare = site.rule.extra",
+        "stored = site.rule.extra - 1",
+        "stored = site.rule.extra",
         ("tests/optim/test_predicted.py",),
     ),
     Defect(
