@@ -155,6 +155,13 @@ def test_constants_that_are_equal_but_not_the_same_are_told_apart(ends):
         assert repr(passed(ends, value).value()) == repr(value)
 
 
+@pytest.mark.parametrize("value", [3, None, "text", (), {}])
+def test_values_without_a_tensor_arrive(ends, value):
+    """A stage may pass on a number, or nothing."""
+    assert passed(ends, value).value() == value
+    assert passed(ends, value).tensors == []
+
+
 def test_the_same_message_twice_arrives_twice_in_order(ends):
     """Of two copies of a stage one may be an update ahead, and sends the same message again."""
     for number in range(3):
