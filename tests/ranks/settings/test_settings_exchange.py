@@ -58,6 +58,16 @@ def test_every_rank_has_the_same_message_with_all_differences():
     )
 
 
+def test_a_list_that_one_rank_alone_has_is_a_difference_on_every_rank():
+    """Another version of Penstock may compare more; no rank may wait for lists of the others."""
+    more = described(seed="0")
+    more.lists["kernel"] = [("0", "fused")]
+    errors = meet(described(seed="0"), more)
+    assert [error.differences for error in errors] == [
+        ("kernel 0: missing on rank 0; fused on rank 1",)
+    ] * 2
+
+
 def test_a_failed_rank_reports_its_reason_to_the_others():
     """Otherwise they would wait until the deadline."""
     store = HashStore()

@@ -94,12 +94,14 @@ class SettingsExchange:
         digests = {topic: _digest(rows) for topic, rows in description.lists.items()}
         brief = {**asdict(description), "lists": {}, "digests": digests}
         answers = self.exchange(brief)
+        # Of all ranks, which may be of versions with other lists: all take the same steps.
+        topics = dict.fromkeys(topic for answer in answers for topic in answer["digests"])
         differing = []
-        for topic in digests:
+        for topic in topics:
             if len({answer["digests"].get(topic) for answer in answers}) > 1:
                 differing.append(topic)
         if differing:
-            rows = self.exchange({topic: description.lists[topic] for topic in differing})
+            rows = self.exchange({topic: description.lists.get(topic, []) for topic in differing})
             for answer, lists in zip(answers, rows, strict=True):
                 answer["lists"] = lists
         lines = differences([Description.of_json(answer) for answer in answers])
