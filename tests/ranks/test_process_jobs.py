@@ -220,6 +220,27 @@ def test_tensors_are_gathered_by_rank_0_in_the_order_of_the_ranks(ranks, rank):
     assert receives == [(6, "shared", 0), (6, "shared", 0), (5, "shared", 0)]
 
 
+def test_lazily_conjugated_and_negated_tensors_are_sent_with_their_values(ranks, monkeypatch):
+    """Their memory has others: a real one would arrive with the opposite sign."""
+    numbers = torch.tensor([1 + 2j])
+    values = [numbers.conj(), numbers.conj().imag]
+    assert (values[0].is_conj(), values[1].is_neg()) == (True, True)
+    sent = []
+
+    def send(tensor, source, **_):
+        assert not tensor.is_conj()
+        assert not tensor.is_neg()
+        sent.append(tensor.tolist())
+
+    monkeypatch.setattr(module.dist, "broadcast", send)
+    result = ranks.world().broadcast(values, 1)
+    assert [value.tolist() for value in result] == [[1 - 2j], [-2.0]]
+    assert sent[2:] == [[1 - 2j], [-2.0]]
+    monkeypatch.setattr(module.dist, "isend", send)
+    ranks.world().gather({1: values}, {})
+    assert sent[4:] == [[1 - 2j], [-2.0]]
+
+
 def test_a_value_is_broadcast_after_its_header_unless_its_form_is_known(ranks, monkeypatch):
     """The receiver must know shapes and nesting."""
     value = {"a": torch.arange(9.0).reshape(3, 3)[:, :2], "b": "text"}

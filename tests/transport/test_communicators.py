@@ -147,6 +147,18 @@ def test_a_dtype_that_nccl_does_not_know_travels_as_its_bytes(dtype):
     assert (dtype in NCCL_DTYPES) == (dtype not in (torch.complex64, torch.int16))
 
 
+def test_a_single_element_of_any_stride_travels_as_its_bytes():
+    """It counts as contiguous."""
+    row = torch.arange(6, dtype=torch.int16).reshape(2, 3)
+    tensor = row[1:, 1]
+    assert (tensor.is_contiguous(), tensor.stride()) == (True, (3,))
+    carried = as_bytes(tensor)
+    assert carried.tolist() == [4, 0]
+    carried.fill_(1)
+    assert row.tolist() == [[0, 1, 2], [3, 257, 5]]
+    assert as_bytes(torch.empty(0, 3, dtype=torch.int16)).shape == (0,)
+
+
 @pytest.mark.parametrize("ranks", [[3], [3, 5, 8], [5, 3]])
 def test_a_group_of_gloo_is_closed_by_a_receive_that_times_out(monkeypatch, ranks):
     """From another rank than this one; a group of one has no links."""

@@ -245,7 +245,7 @@ class DistributedWorld:
             else:
                 pairs = zip(header.forms, payload.tensors, strict=True)
                 tensors = [
-                    tensor_form.packed(tensor.detach().cpu()).contiguous()
+                    tensor_form.packed(_resolved(tensor)).contiguous()
                     for tensor_form, tensor in pairs
                 ]
             for tensor in tensors:
@@ -273,7 +273,7 @@ class DistributedWorld:
         """See `World.gather`."""
 
         def job(rank: int) -> dict[int, list[Tensor]]:
-            tensors = [tensor.detach().cpu().contiguous() for tensor in local.get(rank, [])]
+            tensors = [_resolved(tensor).contiguous() for tensor in local.get(rank, [])]
             if rank != 0:
                 for tensor in tensors:
                     self._wait(
@@ -411,3 +411,10 @@ class DistributedWorld:
         except TransportLost as error:
             reason = self._board.failure(patience_s=2.0) or _UNKNOWN_END
             raise PeerFailed(self._rank, waited_for, reason) from error
+
+
+def _resolved(tensor: Tensor) -> Tensor:
+    """Return a tensor in host memory that has its values there: gloo sends memory as it is, which
+    of a lazily conjugated or negated tensor has other values.
+    """
+    return tensor.detach().cpu().resolve_conj().resolve_neg()

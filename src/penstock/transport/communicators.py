@@ -145,7 +145,11 @@ def abort_communicators(groups: Iterable[dist.ProcessGroup]) -> None:
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return a contiguous tensor in a dtype that NCCL supports: itself, or a view of its bytes."""
-    return tensor if tensor.dtype in NCCL_DTYPES else tensor.reshape(-1).view(torch.uint8)
+    if tensor.dtype in NCCL_DTYPES:
+        return tensor
+    # Dimensions of one element may have any stride in a contiguous tensor, but not in such a view.
+    flat = tensor.as_strided((tensor.numel(),), (1,))
+    return flat.view(torch.uint8)
 
 
 def close_gloo_group(group: dist.ProcessGroup, rank: int) -> None:

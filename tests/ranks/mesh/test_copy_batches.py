@@ -236,3 +236,19 @@ def test_values_of_all_copies_arrive_with_their_constants(monkeypatch):
     assert torch.equal(first[3], torch.zeros(2, dtype=torch.int64))
     assert sources == [11, 11, 13, 13]
     assert waited == [1, 2, 3, 4]
+
+
+def test_targets_are_sent_with_their_values_however_they_lie_in_memory(monkeypatch):
+    """That of lazily conjugated ones has others; a single sample may have any stride."""
+    batches, sent = batches_of(0, 1), []
+    batches.schedule.ranks_of_stage = [(0,), (1,)]
+    batches.world.wait_for = lambda *_: None
+    monkeypatch.setattr(
+        "penstock.ranks.mesh.copy_batches.dist.broadcast",
+        lambda content, source, group, async_op: sent.append(content),
+    )
+    numbers = torch.tensor([1 + 2j, 3 - 4j])
+    ((values,),) = batches._gather([numbers.conj()], [2])
+    assert values.tolist() == sent[0].view(torch.complex64).tolist() == [1 - 2j, 3 + 4j]
+    ((value,),) = batches._gather([numbers[:1].conj().imag], [1])
+    assert value.tolist() == sent[1].view(torch.float32).tolist() == [-2.0]

@@ -256,12 +256,11 @@ class CopyBatches:
                 if not isinstance(leaf, Tensor):
                     column.append(leaf)
                     continue
-                is_source = rank == self.world.local_ranks[0]
-                tensor = (
-                    leaf.cpu().contiguous()
-                    if is_source
-                    else leaf.new_empty((count, *leaf.shape[1:]), device="cpu")
-                )
+                # A copy has its values in the memory of the host, one after the other, whatever the
+                # device and the strides of the leaf.
+                tensor = torch.empty((count, *leaf.shape[1:]), dtype=leaf.dtype)
+                if rank == self.world.local_ranks[0]:
+                    tensor.copy_(leaf.detach())
                 column.append(tensor)
                 content = tensor.reshape(-1).view(torch.uint8)  # gloo has few dtypes
                 source = self.mesh.pipeline[rank]
