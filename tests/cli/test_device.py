@@ -39,7 +39,7 @@ def test_a_word_that_is_no_device_is_refused_with_exit_status_2(penstock, verb):
 
 
 def test_a_profile_on_the_cpu_says_so(penstock):
-    """In its record, for whoever plans from it."""
+    """A plan for cards must not use it by mistake."""
     ran = penstock("profile", *WORDS, "--repeats", "1", "--sizes", "4", "--device", "cpu", "--json")
     assert ran.status == 0, ran.err
     assert json.loads(ran.out)["device"] == "cpu"

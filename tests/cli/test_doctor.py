@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_doctor_finds_this_machine_sound_and_measures_its_link(penstock):
-    """The first thing to ask of somebody who reports a problem."""
+    """Its output belongs in every report of a problem."""
     ran = penstock("doctor", "--json")
     facts = json.loads(ran.out)
     assert ran.status == 0

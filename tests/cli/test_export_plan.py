@@ -56,7 +56,7 @@ def test_a_plan_is_printed_in_the_librarys_form_and_nothing_else(
 
 
 def test_what_is_left_out_is_told_once_it_is_written(penstock, plan_file, tmp_path):
-    """Whoever reads no documentation reads this."""
+    """The printed text must be enough without the documentation."""
     ran = penstock("export", plan_file, "--as", "torchgpipe", "--to", tmp_path / "balance.txt")
     assert (ran.status, ran.out) == (0, "")
     lines = ran.err.splitlines()

@@ -23,7 +23,7 @@ def test_every_kind_lists_names_with_their_sources(penstock, kind):
 
 
 def test_an_unknown_kind_is_refused_with_all_kinds(penstock):
-    """Nobody knows them by heart."""
+    """The names must be listed, since users cannot know them all."""
     run = penstock("list", "planer")
     assert run.status == 2
     assert "no kind of entry called 'planer'. Did you mean 'planners'?" in run.err

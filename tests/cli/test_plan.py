@@ -177,7 +177,7 @@ def test_a_mixed_cluster_takes_a_profile_for_every_kind(penstock, mixed):
 
 
 def test_two_profiles_of_one_device_or_of_none_are_refused(penstock, mixed, profile_file):
-    """Which counts, nobody could say."""
+    """It would be unclear which of them counts."""
     where, quick, slow = mixed
     ran = penstock("plan", quick, quick, "--cluster", where)
     assert (ran.status, ran.err) == (

@@ -141,7 +141,7 @@ def test_wrong_words_are_said(penstock, words, message):
 
 
 def test_a_schedule_is_put_on_the_ranks_with_as_many_stages_as_it_takes():
-    """Whoever compares has so many devices, not so many stages."""
+    """Schedules are compared on equal numbers of devices, not of stages."""
     assert [
         schedule_for_ranks(name, 4, 8).stages for name in ("1f1b", "zb-v", "interleaved", "chimera")
     ] == [

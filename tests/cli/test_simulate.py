@@ -42,7 +42,7 @@ def test_simulate_takes_costs_per_stage_and_per_boundary_with_units(penstock):
 
 
 def test_simulate_without_json_is_for_people_and_draws_on_request(penstock):
-    """The first thing that somebody tries."""
+    """The plain command must be readable without knowledge of its flags."""
     plain = penstock("simulate", *SMALL)
     assert "27.27%" in plain.out
     assert "4 3 2 1" in plain.out
@@ -139,7 +139,7 @@ def test_a_schedule_takes_options_and_if_it_is_made_to_measure_the_costs(penstoc
 
 
 def test_long_rows_are_cut_in_the_middle(penstock):
-    """A thousand numbers in a terminal help nobody."""
+    """A thousand numbers in a terminal cannot be read."""
     out = penstock("simulate", "--schedule", "gpipe", "--stages", 50, "--micro-batches", 2).out
     assert "peak in flight  2 2 2 2 2 2 … 41 more … 2 2 2" in out
 

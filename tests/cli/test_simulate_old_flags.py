@@ -41,7 +41,7 @@ def test_both_flags_at_once_are_refused(penstock):
 
 
 def test_help_shows_the_new_flags_alone(penstock):
-    """Nobody should learn an old name."""
+    """New users must not learn an old name."""
     text = penstock("simulate", "--help").out
     assert "--recompute-seconds" in text
     assert "--again" not in text

@@ -39,7 +39,7 @@ def test_a_misspelt_flag_is_answered_with_the_right_one(penstock):
 
 
 def test_no_command_prints_the_help(penstock):
-    """Whoever types the name of the program alone wants to know what it can do."""
+    """The name of the program alone prints what it can do."""
     run = penstock()
     assert run.status == 2
     assert "Commands:" in run.out + run.err

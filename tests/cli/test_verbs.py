@@ -257,7 +257,7 @@ def test_plan_takes_a_weight_rule_and_weighs_asynchronous_schedules_on_request(
 
 
 def test_schedules_says_which_are_asynchronous_and_with_which_rule(penstock):
-    """The first thing that somebody asks of a schedule without a flush."""
+    """Asynchronous schedules must be recognisable in the list."""
     rows = [line.split() for line in penstock("schedules").out.splitlines()]
     assert next(row[1:3] for row in rows if row[0] == "pipedream") == ["no", "stash"]
     assert next(row[1:3] for row in rows if row[0] == "1f1b") == ["yes", "flush"]

@@ -10,7 +10,7 @@ PIPEDREAM = ("verify", "--schedule", "pipedream", "--stages", 4, "--micro-batche
 
 
 def test_staleness_and_versions_per_stage_are_shown(penstock):
-    """What asynchrony costs, before anybody trains with it."""
+    """The costs of asynchrony must be known before training."""
     ran = penstock(*PIPEDREAM)
     assert ran.status == 0
     assert ran.out.splitlines() == [
@@ -41,7 +41,7 @@ def test_what_other_copies_have_learned_and_a_batch_lacks_is_shown(penstock):
 
 
 def test_a_rule_that_does_not_go_with_the_schedule_is_a_finding(penstock):
-    """Exit status 1, as for everything unsound; a rule that nobody knows is wrong words, 2."""
+    """Exit status 1, as for everything unsound; an unknown rule is a usage error, 2."""
     ran = penstock(*PIPEDREAM, "--weights", "double-buffer", "--json")
     assert ran.status == 1
     (finding,) = json.loads(ran.out)["findings"]

@@ -99,7 +99,7 @@ def test_a_slider_and_a_schedule_change_the_figures(address, browser):
 
 
 def test_a_bad_value_is_marked_and_the_figures_stay(address, browser):
-    """Whoever types has bad values in between."""
+    """While the user types, values are incomplete."""
     browser.open(address + "?a=1f1b")
     browser.wait_for(SETTLED)
     shown = summary(browser)

@@ -83,7 +83,7 @@ def test_one_value_is_that_of_every_rank(ranks, stages_per_rank):
 
 
 def test_another_number_of_values_is_refused():
-    """Nobody can know which rank a missing value belongs to."""
+    """It would be unclear which rank a missing value belongs to."""
     with pytest.raises(SettingError, match="forward has 3 values for 4 ranks"):
         spread_over_stages([1, 2, 3], 4, 4, "forward")
     with pytest.raises(SettingError, match="boundary_bytes has 2 values for 4 ranks"):

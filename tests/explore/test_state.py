@@ -80,7 +80,7 @@ states = st.builds(
 @settings(max_examples=150, deadline=None)
 @given(states)
 def test_a_link_holds_the_whole_state(state):
-    """Whoever opens it sees the same page, to the last digit."""
+    """A shared address must show the same page, to the last digit."""
     assert parse_state(state.query) == state
 
 

@@ -294,7 +294,7 @@ def test_the_model_is_left_as_it_was(make):
     assert not any(module.training for module in network.modules())
 
 
-def test_dropouts_that_are_measured_draw_from_nobodys_random_numbers():
+def test_dropouts_that_are_measured_leave_the_users_random_numbers_unchanged():
     """A data loader behind a measurement must shuffle as without one."""
     network = perceptron()
     state = torch.get_rng_state()

@@ -159,7 +159,7 @@ def test_profiles_that_do_not_cover_the_cluster_are_refused(profiles, message):
 
 
 def shared(count: int) -> Cluster:
-    """So many ranks on half as many cores."""
+    """Ranks on half as many cores."""
     device = Device("V", 10**9, together=2.0)
     return Cluster("c", (device,) * count, count, LINK, LINK)
 

@@ -121,7 +121,7 @@ def test_a_run_without_some_files_has_a_report(run_folder, missing):
 )
 @pytest.mark.parametrize("content", ["\0", "]\n", "{\n", "- 1\n"])
 def test_a_damaged_file_is_one_message_with_its_name(run_folder, name, content):
-    """Whoever reads it knows which file to look at."""
+    """The error must name the damaged file."""
     (run_folder / name).write_text(content)
     with pytest.raises(FileError, match=name.replace(".", r"\.")) as caught:
         run_report(run_folder)

@@ -104,7 +104,7 @@ def unlike(draw: Callable, profile: Profile) -> dict[str, Profile]:
 
 
 def cuts(layers: int, stages: int) -> st.SearchStrategy[tuple[int, ...]]:
-    """Any lengths of so many stages."""
+    """Random lengths of this number of stages."""
     inner = (
         st.lists(st.integers(1, layers - 1), min_size=stages - 1, max_size=stages - 1, unique=True)
         if layers > 1
@@ -122,6 +122,6 @@ def plan(profile: Profile, cluster: Cluster, batch: int, **options: object) -> P
 def cluster_of(
     ranks: int, latency_s: float = 0.0, bandwidth: float = 1e12, memory: int = 10**12
 ) -> Cluster:
-    """So many equal devices, one on each node."""
+    """Equal devices, one on each node."""
     link = Link(latency_s, bandwidth)
     return Cluster("c", (Device("d", memory),) * ranks, 1, link, link)

@@ -283,7 +283,7 @@ def test_the_device_s_memory_counts_as_the_limit_does(profile_of):
 
 
 def test_recompute_is_as_it_was_asked(profile_of):
-    """Whoever says so has a reason."""
+    """An explicit setting takes precedence over what fits."""
     profile, cluster = profile_of([1.0] * 4), cluster_of(2)
     for asked in tuple(Recompute):
         assert plan(profile, cluster, 16, schedules=BASIC, recompute=asked).recompute == asked

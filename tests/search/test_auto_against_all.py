@@ -28,7 +28,7 @@ from penstock.synthesis import deadline
     st.sampled_from([{}, {}, {"max_replicas": 1}, {"asynchronous": True}]),
 )
 def test_auto_is_never_slower_than_any_planner_of_the_literature(profile, on, batch, options):
-    """On models and clusters that nobody has seen; and every plan is whole, fits, and predicts what
+    """On random models and clusters; and every plan is whole, fits, and predicts what
     simulating it gives.
     """
     found = compare(profile, on, batch, budget_s=1000, **options)

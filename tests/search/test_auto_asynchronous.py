@@ -72,7 +72,7 @@ def test_an_asynchronous_plan_says_what_a_batch_takes_once_full_and_what_that_co
 
 
 def test_asynchronous_schedules_are_weighed_when_they_are_asked_for(profile_of):
-    """They train by other rules, so nobody gets one unasked; the table says which they are."""
+    """They train by other rules, so they are only used on request; the table says which they are."""
     profile = profile_of([1.0] * 4)
     kinds = {row.weights for row in plan(profile, cluster_of(4), 4).candidates}
     assert kinds == {"flush"}
@@ -101,7 +101,7 @@ def test_of_equals_the_synchronous_one_is_taken(profile_of):
 def test_a_weight_rule_brings_the_schedule_that_is_made_for_it(
     profile_of, options, schedule_name, weights
 ):
-    """Whoever names the rule need not know which order of ops it was published with."""
+    """The name of the rule suffices: the schedule that it was published with is chosen."""
     found = plan(profile_of([1.0] * 2), cluster_of(2), 8, stages=2, micro_batches=4, **options)
     assert found.weights == weights
     assert weights == "flush" or found.schedule_name == schedule_name

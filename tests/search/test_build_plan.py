@@ -87,7 +87,7 @@ def test_data_parallelism_is_the_slowest_device_s_share_and_what_gradients_take(
 
 
 def test_there_is_no_data_parallelism_of_one_device_or_with_fewer_samples_than_devices(profile_of):
-    """Nobody would be served by a number."""
+    """A number would be of no use to the user."""
     assert data_parallel_s(PlanRequest(profile_of([1.0]), cluster("local:1"), 8)) is None
     assert data_parallel_s(PlanRequest(profile_of([1.0]), FOUR, 3)) is None
 

@@ -72,7 +72,7 @@ def test_one_copy_of_every_stage_can_be_asked_for(profile_of):
     assert plan(profile_of([1.0, 1.0]), cluster(2), 8, max_replicas=1).stages == 2
 
 
-def test_names_that_nobody_knows_are_refused(profile_of):
+def test_unknown_names_are_refused(profile_of):
     """With the closest that is known."""
     profile = profile_of([1.0])
     with pytest.raises(UnknownName, match=r"no planner called 'aute'\. Did you mean 'auto'\?"):

@@ -1,4 +1,4 @@
-"""What a planner returns is what was asked for, whoever wrote the planner."""
+"""The plan of every planner, also a contributed one, must be as requested."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ def test_the_cut_avoids_a_boundary_that_the_link_cannot_carry(profile_of):
 def test_a_method_or_a_cut_that_the_request_names_is_taken_whatever_the_balance(
     profile_of, by, balance
 ):
-    """Whoever names one has a reason."""
+    """A named method takes precedence over the default."""
     profile = profile_of([1.0, 1.0, 1.0, 5.0], parameters=[9, 1, 1, 1])
     found = cut(PlanRequest(profile, cluster(2), 4, by=by), (0, 1), 2, balance, (1, 1))
     sized = {"micro_batch": 2} if by == "time" else {}

@@ -158,7 +158,7 @@ def test_a_proposal_stands_on_the_devices_that_it_names(profile_of):
     ],
 )
 def test_what_cannot_stand_there_is_refused_with_the_numbers(profile_of, proposal, message):
-    """A planner's proposal is checked like anybody's."""
+    """A proposal of a planner is checked like one of a user."""
     with pytest.raises(PlanError, match=message):
         instantiate(PlanRequest(profile_of([1.0] * 4), cluster("2xV100-10GbE"), 8), proposal)
 

@@ -71,7 +71,7 @@ def test_named_schedules_and_weights_are_left_at_that(profile_of):
 
 
 def test_with_time_enough_the_order_of_the_best_is_searched_within_its_memory(profile_of):
-    """Room for activations is what weights leave; where something is recomputed, nobody knows it."""
+    """Activations get the memory that weights leave; with recompute that amount is unknown."""
     found, _ = proposals(
         profile_of,
         PLAIN,

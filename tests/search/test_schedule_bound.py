@@ -32,7 +32,7 @@ def test_no_step_is_shorter_than_its_lower_bound(data, name, stages, micro_batch
 
 
 def test_the_bound_of_a_stream_is_the_work_of_its_busiest_rank():
-    """Nobody fills or drains it: 2 (1 + 3) on stage 1. Of two virtual workers each has every other
+    """It never fills or drains: 2 (1 + 3) on stage 1. Of two virtual workers each has every other
     batch.
     """
     costs = Costs([1, 1], [2, 3], [1, 1], [1, 2])

@@ -99,7 +99,7 @@ def test_micro_batches_that_count_nothing_are_refused(number):
 
 
 def test_the_costs_tell_the_number_of_stages():
-    """Whoever has measured every stage need not count them; entries per boundary are one fewer."""
+    """Costs with one entry per stage give the number of stages; entries per boundary are one fewer."""
     for costs in (Costs(forward=[1, 2, 1]), Costs(update=[0, 0, 0]), Costs(transfer=[0.1, 0.2])):
         assert schedule("zb-1p", micro_batches=2, costs=costs).stages == 3
         assert schedule("zb-1p", 3, 2, costs=costs).stages == 3

@@ -41,7 +41,7 @@ def test_pipelines_stand_on_devices_of_their_own_with_the_same_kinds_in_the_same
 
 
 def test_of_few_equal_devices_every_number_of_pipelines_and_ranks_is_there(profile_of):
-    """Nobody has to believe that only powers of two pay."""
+    """Numbers that are not powers of two may be best."""
     found = {
         (shape.pipelines, shape.ranks)
         for shape in shapes(PlanRequest(profile_of([1.0] * 9), cluster("7xV100-10GbE"), 64))

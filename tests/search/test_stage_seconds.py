@@ -64,6 +64,6 @@ def test_costs_may_differ_by_micro_batch_and_links_be_given_by_bandwidth():
 
 
 def test_one_number_for_all_stages_does_not_tell_how_many_there_are():
-    """The door spreads it; whoever comes past the door must do so too."""
+    """The public function spreads it; other callers must do so too."""
     with pytest.raises(SettingError, match=r"forward is 2; it must have one entry per stage"):
         StageSeconds.of(Costs(forward=2), 1)

@@ -144,7 +144,7 @@ def test_one_rank_more_is_planned_anew_with_the_same_schedule(profile_of):
 
 
 def test_what_does_not_help_by_half_a_percent_is_not_told(profile_of):
-    """A list of all that changes nothing helps nobody."""
+    """Changes without an effect would only hide those that help."""
     on = Cluster("c", (Device("d", 10**9),) * 2, 2, Link(1e-9, 1e15), Link(0.0, 1e15))
     found, chosen = told(
         PlanRequest(profile_of([1.0] * 4), on, 8, stages=2), Proposal((2, 2), "1f1b", 8)

@@ -10,7 +10,7 @@ from penstock.profile.profile import Profile
 
 
 def test_a_preset_s_device_gives_a_profile_that_plan_takes(penstock, tmp_path):
-    """The two commands that somebody without a GPU tries."""
+    """These two commands must work without a GPU."""
     out = tmp_path / "p.json"
     ran = penstock(
         "profile", "--model", "vgg16", "--image", 224, "--batch", 1024, "--on", "v100", "--out", out

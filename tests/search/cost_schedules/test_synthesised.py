@@ -23,7 +23,7 @@ COSTS = Costs(forward=[1, 3, 1, 2], transfer=0.25)
 
 
 def test_it_is_found_by_name_and_takes_costs():
-    """Whoever lists schedules learns that this one needs costs."""
+    """The list of schedules must say that this one needs costs."""
     assert schedules()["synthesised"].needs_costs
     found = schedule("synthesised", costs=COSTS, micro_batches=6, memory_limit=3, max_rounds=2)
     assert found.name == "synthesised"

@@ -27,7 +27,7 @@ from penstock.simulate.gradient_sync import all_reduce_seconds
 
 
 def on(ranks: int, link: Link = Link(0.0, 1e12)) -> Cluster:
-    """So many equal devices, one on each node."""
+    """Equal devices, one on each node."""
     return Cluster("c", (Device("d", 10**12),) * ranks, 1, link, link)
 
 

@@ -14,7 +14,7 @@ from penstock.search.request import PlanRequest
 
 
 def cluster_of(ranks, bandwidth=1e9, memory=10**12, kind="gpu", speeds=(1.0,), chip=0):
-    """So many devices, one on each node; of these speeds in turn."""
+    """Devices of these speeds in turn, one on each node."""
     devices = tuple(
         Device(
             f"d{speeds[rank % len(speeds)]:g}",

@@ -11,7 +11,7 @@ from penstock.search.catalogue import plan
 
 
 def cluster_of(ranks, memory=10**12, speeds=(1.0,), latency=1e-4):
-    """So many devices, one on each node, of these speeds in turn."""
+    """Devices of these speeds in turn, one on each node."""
     devices = tuple(
         Device(
             f"d{speeds[rank % len(speeds)]:g}",

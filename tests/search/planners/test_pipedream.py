@@ -13,7 +13,7 @@ from penstock.search.planners.pipedream_cut import Part, spread
 
 
 def cluster_of(ranks, per_node=1, inside=1e6, between=1e5, memory=10**12, names=("d",)):
-    """So many devices of these kinds in turn."""
+    """Devices of these kinds in turn."""
     devices = tuple(
         Device(names[rank % len(names)], memory, flops=(("float32", 1e12),))
         for rank in range(ranks)

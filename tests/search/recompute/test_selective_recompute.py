@@ -185,7 +185,7 @@ def placed_on(profile: Profile, cluster: Cluster, batch: int, proposal: Proposal
 
 
 def with_room(placed: PlacedSchedule, rooms: tuple[int, ...]) -> PlacedSchedule:
-    """The same on devices that have so many bytes."""
+    """The same on devices with this memory."""
     devices = tuple(Device(f"d{rank}", room) for rank, room in enumerate(rooms))
     profile = placed.request.profile
     cluster = Cluster("c", devices, len(devices), FREE, FREE)

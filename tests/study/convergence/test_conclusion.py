@@ -94,9 +94,7 @@ def test_one_seed_shows_a_difference_and_says_nothing_of_it(runs):
 
 
 def test_a_rule_whose_own_seeds_scatter_is_not_called_as_good_as_flush(runs):
-    """One run of three that went badly may be luck or the rule: nobody can tell, and the words must
-    not.
-    """
+    """One bad run of three may be chance or the rule: the text must not decide between them."""
     verdict = compare_with_flush(
         runs("flush", FLUSH), runs("hetpipe", (0.80, 0.97, 0.96)), ACCURACY
     )

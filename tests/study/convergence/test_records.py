@@ -40,7 +40,7 @@ def test_a_line_that_was_cut_off_is_dropped_and_written_over(run, tmp_path):
     ["not json", "[1]", '{"record":{"case":{}}}', '{"other":{}}', '{"measured":{"task":5}}', "{}"],
 )
 def test_a_foreign_line_is_named(tmp_path, line):
-    """Whoever edits the file is told where."""
+    """The error must name the line of a file that was edited."""
     (tmp_path / "records.jsonl").write_text(line + "\n")
     with pytest.raises(
         FileError,

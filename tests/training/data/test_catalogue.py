@@ -129,7 +129,7 @@ def test_an_unknown_name_lists_what_there_is():
         ),
     ],
 )
-def test_an_option_that_nobody_shares_and_the_data_set_does_not_take_is_refused(name, option, says):
+def test_an_option_that_the_data_set_does_not_take_is_refused(name, option, says):
     """A slip in an option's name would otherwise be a default in silence."""
     assert not set(option) & set(SHARED_OPTIONS)
     with pytest.raises(SettingError, match=says):

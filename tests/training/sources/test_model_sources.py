@@ -49,7 +49,7 @@ def user_config(module, **settings):
 
 
 def test_a_factory_gets_the_sizes_of_the_data_and_the_options(module):
-    """Nobody counts features and classes on the command line."""
+    """Numbers of features and classes come from the data, not from the command line."""
     task = make_task(user_config(module, model_options={"width": 6}, data_options={"samples": 20}))
     assert isinstance(task.model, nn.Module)
     assert (task.model.stem.in_features, task.model.head.out_features) == (4, 4)
@@ -78,7 +78,7 @@ def test_a_factory_that_returns_no_module_is_refused(module):
 
 
 def test_a_model_in_evaluation_mode_is_refused(monkeypatch, tmp_path):
-    """A script would call train(), and here nobody can; without dropout the numbers are others."""
+    """A script would call train(), which is not possible here; without dropout the results differ."""
     text = (
         MODEL
         + "\ndef trained(features, classes):\n    return nn.Linear(features, classes).eval()\n"
@@ -97,7 +97,7 @@ def test_a_list_of_modules_is_a_model(monkeypatch, tmp_path):
 
 
 def test_data_at_hand_is_known_for_all_but_the_users_models():
-    """Whoever writes a model knows what it takes."""
+    """A default data set for a user's model would be a guess."""
     assert (default_data("mlp"), default_data("hf:config.json")) == ("digits", "text")
     with pytest.raises(SettingError, match="--model my_model:make needs --data"):
         default_data("my_model:make")
