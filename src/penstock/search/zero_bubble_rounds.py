@@ -106,9 +106,9 @@ def draft(seconds: StageSeconds, micro_batches: int, memory: Memory, style: Styl
         rounds.gradients()
     rounds.finish()
     return Draft(
-        orders=tuple(tuple(line.order) for line in rounds.lines),
-        spans_s=tuple(line.free - line.start for line in rounds.lines),
-        makespan_s=max(line.free for line in rounds.lines),
+        orders=tuple(tuple(state.order) for state in rounds.states),
+        spans_s=tuple(state.free - state.start for state in rounds.states),
+        makespan_s=max(state.free for state in rounds.states),
     )
 
 
@@ -148,7 +148,7 @@ class _Rounds:
         self.memory = memory
         self.style = style
         self.stages = len(seconds.forward)
-        self.lines = [_StageState() for _ in range(self.stages)]
+        self.states = [_StageState() for _ in range(self.stages)]
         self.most_idle = 0.0
 
     def warm_up(self) -> None:
@@ -168,7 +168,7 @@ class _Rounds:
         counts = [0] * self.stages
         first_gradient = 0.0
         for stage in reversed(range(self.stages)):
-            seconds, clock = self.seconds.forward[stage], self.lines[stage].free
+            seconds, clock = self.seconds.forward[stage], self.states[stage].free
             due = first_gradient + self.seconds.down[stage][0] if stage + 1 < self.stages else clock
             most = min(self.micro_batches, self.memory.limits[stage] + _TOLERANCE)
             number = 1
@@ -195,7 +195,7 @@ class _Rounds:
         first = self.stages
         while (
             first
-            and len(self.lines[first - 1].forwards) < self.micro_batches
+            and len(self.states[first - 1].forwards) < self.micro_batches
             and not self._skips_forward(first - 1)
         ):
             first -= 1
@@ -209,7 +209,7 @@ class _Rounds:
         """Run the input gradients of a round, on every stage."""
         for stage in reversed(range(self.stages)):
             self._fill(stage, self._gradient_due(stage))
-            if stage == 0 and len(self.lines[0].forwards) == self.micro_batches:
+            if stage == 0 and len(self.states[0].forwards) == self.micro_batches:
                 self._all_weights(0)  # no stage waits for the I of stage 0
             self._gradient(stage)
 
@@ -222,60 +222,61 @@ class _Rounds:
         """Return whether this stage runs no forward in this round, although some are left."""
         if not self.style.gradient_first or stage + 1 == self.stages:
             return False
-        line, after, seconds = self.lines[stage], self.lines[stage + 1], self.seconds
-        forward, gradient = len(after.forwards), len(after.gradients)
+        state, next_state = self.states[stage], self.states[stage + 1]
+        seconds = self.seconds
+        forward, gradient = len(next_state.forwards), len(next_state.gradients)
         # The next stage would soon have nothing to continue with.
-        if len(line.forwards) < forward + 2:
+        if len(state.forwards) < forward + 2:
             return False
         next_gradient_end = (
-            after.free
+            next_state.free
             + seconds.forward[stage + 1][forward]
             + seconds.input_grad[stage + 1][gradient]
         )
         due = next_gradient_end + seconds.down[stage][gradient]
-        if line.free >= due:
+        if state.free >= due:
             return True
         forward_end = (
-            line.free
-            + seconds.forward[stage][len(line.forwards)]
+            state.free
+            + seconds.forward[stage][len(state.forwards)]
             + self._seconds_to_make_room(stage)
         )
         if forward_end <= due:
             return False
         # Unless waiting would make this the stage that has waited longest, see `Style`.
-        return due - line.free <= self.most_idle - line.idle
+        return due - state.free <= self.most_idle - state.idle
 
     def _seconds_to_make_room(self, stage: int) -> float:
         """Return the seconds of the W that make room for a forward."""
-        line = self.lines[stage]
+        state = self.states[stage]
         excess = self._in_memory(stage) + 1 - self.memory.limits[stage] - _TOLERANCE
-        number = line.weights
+        number = state.weights
         while (
-            number < len(line.gradients)
-            and excess > (number - line.weights) * self.memory.fraction_after_input_grad[stage]
+            number < len(state.gradients)
+            and excess > (number - state.weights) * self.memory.fraction_after_input_grad[stage]
         ):
             number += 1
-        return sum(self.seconds.weight_grad[stage][line.weights : number])
+        return sum(self.seconds.weight_grad[stage][state.weights : number])
 
     def _runnable_weights(self, stage: int) -> int:
         """Return the number of W that can run: those whose I has run."""
-        return len(self.lines[stage].gradients) - self.lines[stage].weights
+        return len(self.states[stage].gradients) - self.states[stage].weights
 
     def _in_memory(self, stage: int) -> float:
         """Return the micro-batches in memory; one that waits for W counts as a fraction."""
-        line = self.lines[stage]
+        state = self.states[stage]
         return (
-            len(line.forwards)
-            - len(line.gradients)
+            len(state.forwards)
+            - len(state.gradients)
             + self.memory.fraction_after_input_grad[stage] * self._runnable_weights(stage)
         )
 
     def _fill(self, stage: int, due: float) -> None:
         """Run W in the gap until `due`."""
-        line, seconds = self.lines[stage], self.seconds.weight_grad[stage]
-        while line.weights < len(line.gradients) and line.free < due:
-            whole = line.free + seconds[line.weights] <= due
-            if not (whole or self.style.eager or due - line.free > self.most_idle - line.idle):
+        state, seconds = self.states[stage], self.seconds.weight_grad[stage]
+        while state.weights < len(state.gradients) and state.free < due:
+            fits_gap = state.free + seconds[state.weights] <= due
+            if not (fits_gap or self.style.eager or due - state.free > self.most_idle - state.idle):
                 break
             self._weight(stage)
 
@@ -283,54 +284,54 @@ class _Rounds:
         """Return when the activation for the next F arrives."""
         if stage == 0:
             return 0.0
-        number = len(self.lines[stage].forwards)
-        return self.lines[stage - 1].forwards[number] + self.seconds.up[stage - 1][number]
+        number = len(self.states[stage].forwards)
+        return self.states[stage - 1].forwards[number] + self.seconds.up[stage - 1][number]
 
     def _gradient_due(self, stage: int) -> float:
         """Return when the gradient for the next I arrives."""
         if stage + 1 == self.stages:
             return 0.0
-        number = len(self.lines[stage].gradients)
-        return self.lines[stage + 1].gradients[number] + self.seconds.down[stage][number]
+        number = len(self.states[stage].gradients)
+        return self.states[stage + 1].gradients[number] + self.seconds.down[stage][number]
 
     def _forward(self, stage: int) -> None:
         """Run the next F of a stage."""
-        line, due = self.lines[stage], self._forward_due(stage)
-        number = len(line.forwards)
+        state, due = self.states[stage], self._forward_due(stage)
+        number = len(state.forwards)
         if number == 0:
             # The wait before the first op is outside of the span, and not idle time.
-            line.start = line.free = due
-        self._append(line, Kind.F, due, self.seconds.forward[stage][number])
-        line.forwards.append(line.free)
+            state.start = state.free = due
+        self._append(state, Kind.F, due, self.seconds.forward[stage][number])
+        state.forwards.append(state.free)
 
     def _gradient(self, stage: int) -> None:
         """Run the next I of a stage."""
-        line = self.lines[stage]
+        state = self.states[stage]
         self._append(
-            line,
+            state,
             Kind.I,
             self._gradient_due(stage),
-            self.seconds.input_grad[stage][len(line.gradients)],
+            self.seconds.input_grad[stage][len(state.gradients)],
         )
-        line.gradients.append(line.free)
+        state.gradients.append(state.free)
 
     def _weight(self, stage: int) -> None:
         """Run the next W of a stage."""
-        line = self.lines[stage]
+        state = self.states[stage]
         # W has no input from another stage.
-        self._append(line, Kind.W, 0.0, self.seconds.weight_grad[stage][line.weights])
-        line.weights += 1
+        self._append(state, Kind.W, 0.0, self.seconds.weight_grad[stage][state.weights])
+        state.weights += 1
 
     def _all_weights(self, stage: int) -> None:
         """Run all W of a stage that can run."""
         for _ in range(self._runnable_weights(stage)):
             self._weight(stage)
 
-    def _append(self, line: _StageState, kind: Kind, due: float, seconds: float) -> None:
+    def _append(self, state: _StageState, kind: Kind, due: float, seconds: float) -> None:
         """Append an op that starts once its rank is free and its input has arrived at `due`."""
-        line.order.append(kind)
-        if due > line.free:
-            line.idle += due - line.free
-            self.most_idle = max(self.most_idle, line.idle)
-            line.free = due
-        line.free += seconds
+        state.order.append(kind)
+        if due > state.free:
+            state.idle += due - state.free
+            self.most_idle = max(self.most_idle, state.idle)
+            state.free = due
+        state.free += seconds

@@ -43,9 +43,9 @@ def fractional_cut(seconds: Seconds) -> tuple[float, tuple[float, ...]]:
         """Return the ends of stages that take `stage_s` each, as far as there are layers."""
         ends, end = [], 0.0
         for row in sums:
-            done = float(np.interp(end, np.arange(layers + 1), row)) + stage_s
+            end_s = float(np.interp(end, np.arange(layers + 1), row)) + stage_s
             # The last place with these seconds: layers that take no time go with the stage before.
-            end = float(layers) if done >= row[-1] else _place(row, done)
+            end = float(layers) if end_s >= row[-1] else _place(row, end_s)
             ends.append(end)
         return ends
 
@@ -60,10 +60,10 @@ def fractional_cut(seconds: Seconds) -> tuple[float, tuple[float, ...]]:
     return high, tuple(ends_of(high))
 
 
-def _place(sums: np.ndarray[tuple[int], np.dtype[np.float64]], done: float) -> float:
-    """Return the last place, in layers, at which the sum of seconds is `done`."""
-    after = int(np.searchsorted(sums, done, side="right"))
-    return float(after - 1 + (done - sums[after - 1]) / (sums[after] - sums[after - 1]))
+def _place(sums: np.ndarray[tuple[int], np.dtype[np.float64]], end_s: float) -> float:
+    """Return the last place, in layers, at which the sum of seconds is `end_s`."""
+    after = int(np.searchsorted(sums, end_s, side="right"))
+    return float(after - 1 + (end_s - sums[after - 1]) / (sums[after] - sums[after - 1]))
 
 
 def balanced_lengths(seconds: Seconds, allowed: Sequence[bool] | None = None) -> tuple[int, ...]:

@@ -66,7 +66,7 @@ def dapple(request: PlanRequest) -> Plan:
             "use fewer devices, or merge layers"
         )
     candidates: list[tuple[Placed, int]] = []
-    for count in _counts(request, many=steps > MANY_STEPS):
+    for count in _counts(request, is_large=steps > MANY_STEPS):
         task = _task(request, nodes, count)
         for placed in search(task, max(1, 32 // request.cluster.ranks)):
             candidates.append((placed, count))
@@ -93,16 +93,16 @@ def _search_size(nodes: Sequence[Sequence[int]], layers: int) -> int:
     return layers * states * devices * (3 if 1 < len(nodes) < devices else 1)
 
 
-def _counts(request: PlanRequest, *, many: bool) -> list[int]:
+def _counts(request: PlanRequest, *, is_large: bool) -> list[int]:
     """Return the numbers of the paper's micro-batches to search with; each stands for one or more
-    micro-batches of this library. `many` says that the search is large, so that few are tried.
+    micro-batches of this library. If the search is large (`is_large`), few are tried.
     """
     counts = list(request.micro_batch_counts(request.copies_allowed))
     if request.micro_batches is not None:
         most = request.micro_batches
         counts = [count for count in range(1, most + 1) if most % count == 0]
     few = [count for count in counts if count in FEW_COUNTS]
-    return (few or counts[-1:]) if many else counts
+    return (few or counts[-1:]) if is_large else counts
 
 
 def _task(request: PlanRequest, nodes: Sequence[Sequence[int]], count: int) -> Task:
