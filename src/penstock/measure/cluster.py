@@ -351,8 +351,10 @@ def _cluster(
     network_pairs: list[PairMeasurement] = []
     for pair in pairs:
         node = node_of[pair.a]
-        is_internal = node_of[pair.b] == node
-        (internal_pairs.setdefault(node, []) if is_internal else network_pairs).append(pair)
+        if node_of[pair.b] == node:
+            internal_pairs.setdefault(node, []).append(pair)
+        else:
+            network_pairs.append(pair)
     internal_links = _internal_links(internal_pairs, at_once)
     # A cluster has links of both kinds, also where no pair of ranks uses one of them.
     any_internal = next((link for _, link in internal_links), None)
@@ -385,8 +387,7 @@ def _internal_links(
     internal_pairs: Mapping[int, Sequence[PairMeasurement]], at_once: float
 ) -> tuple[tuple[int, Link], ...]:
     """Return the node and the link of every node with several ranks, by node."""
-    links = [(node, _link(internal_pairs[node], at_once)) for node in sorted(internal_pairs)]
-    return tuple((node, link) for node, link in links if link is not None)
+    return tuple((node, _link(internal_pairs[node], at_once)) for node in sorted(internal_pairs))
 
 
 def _median_device(devices: Sequence[Device]) -> Device:
@@ -411,15 +412,13 @@ def _median_device(devices: Sequence[Device]) -> Device:
     )
 
 
-def _link(pairs: Sequence[PairMeasurement], at_once: float) -> Link | None:
-    """Return the fit to the medians of all these pairs; None if there are none.
+def _link(pairs: Sequence[PairMeasurement], at_once: float) -> Link:
+    """Return the fit to the medians of all these pairs.
 
     Args:
-        pairs: measurements.
+        pairs: measurements, at least one.
         at_once: slowdown of messages of several pairs at once.
     """
-    if not pairs:
-        return None
     sizes = pairs[0].times.sizes
     times_of_size = zip(*(pair.times.fresh_s for pair in pairs), strict=True)
     medians = list(map(statistics.median, times_of_size))
