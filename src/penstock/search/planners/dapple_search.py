@@ -19,7 +19,7 @@ Latency is no sum over stages, so that the best pipeline may have a prefix that 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from typing import final
 
@@ -65,8 +65,12 @@ class Placed:
 
 @dataclass(frozen=True)
 class _Move:
-    """A new stage on `place`, with `used` devices after it; the rest gets all others. `sums` and
-    `numbers` are the input of `extend`.
+    """A new stage on certain devices.
+
+    Attributes:
+        place: its devices.
+        used: all devices in use after it; the rest gets all others.
+        sums, numbers: input of `extend_kernel.extend`.
     """
 
     place: Place
@@ -77,8 +81,13 @@ class _Move:
 
 @dataclass
 class _Prefix:
-    """The stages so far, up to layer `start`; `rows` has forward, backward and all-reduce of every
-    stage and transfer.
+    """The stages so far.
+
+    Attributes:
+        start: first layer of the next stage.
+        used: devices in use.
+        stages: first layer, one past the last, and place of every stage.
+        rows: seconds of forward, backward and all-reduce of every stage and transfer.
     """
 
     start: int
@@ -89,12 +98,15 @@ class _Prefix:
 
 @dataclass
 class _Table:
-    """The best pipelines on certain devices, by the first layer of the rest: values of both
-    rankings, and the prefixes and moves that they come from.
+    """The best pipelines of a state.
+
+    Attributes:
+        values: [2 keep, layers + 1]: latencies of both rankings by the first layer of the rest.
+        origins: [2, 2 keep, layers + 1]: their prefixes and moves, as indices.
     """
 
     values: Numbers
-    origins: Numbers = field(repr=False)
+    origins: Numbers
 
 
 def search(task: Task, keep: int = KEEP) -> list[Placed]:
@@ -111,8 +123,12 @@ class _Search:
         replica_sums: by number of replicas minus 1, forward and backward seconds before every
             layer.
         sums: output bytes of the layer before, weights, and least work, before every layer.
+        prefixes, moves: all so far; tables and pipelines refer to them by their indices.
+        moves_from: the moves that are possible with certain devices in use.
+        tables: by state, see `_table`.
         best_of: by number of stages, the best pipeline: seconds, prefix, move, first layer of the
             rest.
+        transfers: latency and seconds per byte between two places.
         cutoff_s: the least latency so far.
     """
 

@@ -114,12 +114,12 @@ def _proposal(candidate: Candidate, *, asynchronous: bool) -> Proposal:
 def _candidates(request: PlanRequest) -> Iterator[Candidate]:
     """Yield the best order of every allocation with every number of micro-batches."""
     layers = len(request.profile) if request.stages is None else request.stages
-    speeds = _speeds(request)
-    for policy, allocation in allocations(request.cluster, speeds, layers):
+    model_s = _model_seconds(request)
+    for policy, allocation in allocations(request.cluster, model_s, layers):
         stages, virtual_workers = len(allocation[0]), len(allocation)
         if request.stages not in (None, stages) or virtual_workers > request.copies_allowed:
             continue
-        device_orders = orders(request.cluster, allocation, speeds)
+        device_orders = orders(request.cluster, allocation, model_s)
         for count in _counts(request, virtual_workers):
             cutter = _Cutter(request, count)
             cuts = [cutter.cut(policy, order) for order in device_orders]
@@ -140,7 +140,7 @@ def _counts(request: PlanRequest, virtual_workers: int) -> Iterable[int]:
     return [count for count in counts if count <= request.batch]
 
 
-def _speeds(request: PlanRequest) -> list[float]:
+def _model_seconds(request: PlanRequest) -> list[float]:
     """Return for every rank the seconds that its device takes for a sample of the whole model."""
     profiles = [request.profile_of(rank) for rank in range(request.cluster.ranks)]
     kinds = {id(profile): profile for profile in profiles}

@@ -17,7 +17,7 @@ MOST_ORDERS = 120
 
 
 def allocations(
-    cluster: Cluster, speeds: Sequence[float], most_stages: int
+    cluster: Cluster, model_s: Sequence[float], most_stages: int
 ) -> list[tuple[str, Allocation]]:
     """Return ways to form virtual workers of equally many devices, with the name of the policy.
 
@@ -28,7 +28,7 @@ def allocations(
 
     Args:
         cluster: all its devices are used.
-        speeds: per rank, seconds that its device takes for the model.
+        model_s: per rank, seconds that its device takes for all layers.
         most_stages: number of layers: no virtual worker has more devices.
 
     Source: Park et al. 2020, HetPipe, section 5 (NP, ED, HD).
@@ -40,7 +40,7 @@ def allocations(
     kinds: dict[str, list[int]] = {}
     for rank, device in enumerate(cluster.devices):
         kinds.setdefault(device.name, []).append(rank)
-    by_speed = sorted(kinds.values(), key=lambda ranks: speeds[ranks[0]])
+    by_speed = sorted(kinds.values(), key=lambda ranks: model_s[ranks[0]])
     # Workers with equally many devices of each kind: their number divides all counts.
     most_workers = gcd(*map(len, by_speed))
     for count in range(most_workers, 0, -1):
@@ -86,7 +86,7 @@ def _hybrid_distribution(kinds: Sequence[Sequence[int]]) -> Allocation:
     return tuple(workers)
 
 
-def orders(cluster: Cluster, allocation: Allocation, speeds: Sequence[float]) -> list[Allocation]:
+def orders(cluster: Cluster, allocation: Allocation, model_s: Sequence[float]) -> list[Allocation]:
     """Return the allocation with the devices of every virtual worker in all orders that differ;
     virtual workers with equal devices have the same order.
 
@@ -99,7 +99,7 @@ def orders(cluster: Cluster, allocation: Allocation, speeds: Sequence[float]) ->
         for signature, devices in zip(signatures, allocation, strict=True)
     }
     if prod(len(kind_orders) for kind_orders in choices.values()) > MOST_ORDERS:
-        return _sorted_orders(cluster, allocation, speeds)
+        return _sorted_orders(cluster, allocation, model_s)
     arranged = []
     for chosen in product(*choices.values()):
         order = dict(zip(choices, chosen, strict=True))
@@ -112,14 +112,14 @@ def orders(cluster: Cluster, allocation: Allocation, speeds: Sequence[float]) ->
 
 
 def _sorted_orders(
-    cluster: Cluster, allocation: Allocation, speeds: Sequence[float]
+    cluster: Cluster, allocation: Allocation, model_s: Sequence[float]
 ) -> list[Allocation]:
     """Return the allocation with all devices sorted by memory or by speed, descending or
     ascending, without duplicates.
     """
     memory = [device.memory_bytes for device in cluster.devices]
     unique: dict[Allocation, None] = {}
-    for values in (memory, speeds):
+    for values in (memory, model_s):
         for reverse in (True, False):
             workers = [
                 tuple(sorted(devices, key=values.__getitem__, reverse=reverse))
