@@ -152,5 +152,5 @@ def test_all_ranks_run_the_plan_of_rank_0(tmp_path):
 def test_settings_that_a_launcher_decides_are_refused(tmp_path, changes, message):
     """Rank 0 says why, and the other ranks end with it."""
     results = ps.launch(_train, 2, tmp_path / "run", {**SETTINGS, **changes}, threads=1)
-    assert [name for name, _ in results] == [SettingError.__name__, "FailedOnFirst"]
+    assert [name for name, _ in results] == [SettingError.__name__, "FailedOnRank0"]
     assert all(message in text for _, text in results)

@@ -145,7 +145,7 @@ def _run_launched(load: Callable[[], tuple[TrainConfig, list[str]]], json: bool)
         if run.prepared is not None:
             _show_plan(run.prepared, say, json)
         results = hosts.train_on_hosts(run, quiet=dist.get_rank() != 0)
-    except hosts.FailedOnFirst as error:
+    except hosts.FailedOnRank0 as error:
         raise typer.Exit(1) from error
     if results[0].stopped:
         if run.prepared is not None:

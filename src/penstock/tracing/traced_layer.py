@@ -54,12 +54,12 @@ class StageInputs(Whole):
         variant, values = self._of(training)
         for node in nodes:
             if node in variant.flow.constants:
-                values[node] = variant.held(node, self.device)
+                values[node] = variant.value_on(node, self.device)
         missing = tuple(node for node in nodes if node not in values)
         if missing:
             function, sources = variant.recomputation_function(missing)
             arguments = [
-                values[node] if node in values else variant.held(node, self.device)
+                values[node] if node in values else variant.value_on(node, self.device)
                 for node in sources
             ]
             values.update(zip(missing, function(self.device, *arguments), strict=True))

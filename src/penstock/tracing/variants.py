@@ -62,7 +62,7 @@ class Variant:
             )
         return recomputation_function
 
-    def held(self, node: fx.Node, device: torch.device) -> Any:
+    def value_on(self, node: fx.Node, device: torch.device) -> Any:
         """Return a constant, or a buffer that no graph changes, on a device.
 
         Copies on other devices are renewed when the tensor changes.

@@ -1,7 +1,6 @@
 """A training run whose ranks a launcher has started, on one host or several: torchrun or srun.
 
-All ranks measure, rank 0 plans, and what it has decided is everybody's: configuration, plan and
-errors are broadcast as JSON.
+All ranks measure, and rank 0 plans; it broadcasts configuration, plan and errors as JSON.
 """
 
 from __future__ import annotations
@@ -61,26 +60,26 @@ _NAMED_HOSTS = 4
 
 @dataclass(frozen=True)
 class Job:
-    """The content of `job.json`: what tells a job of torchrun from others, see `_job`."""
+    """The content of `job.json`: the identity of a job of torchrun, see `_job`."""
 
     id: str
 
 
-class FailedOnFirst(PenstockError):
+class FailedOnRank0(PenstockError):
     """Rank 0 has failed, and reports the error itself."""
 
 
-def on_first(job: Callable[[], str]) -> str:
+def on_rank_0(job: Callable[[], str]) -> str:
     """Return the text of `job`, which runs on rank 0 alone, on every rank.
 
     Raises:
         PenstockError: on rank 0, the error of the job.
-        FailedOnFirst: on the other ranks, if it has failed.
+        FailedOnRank0: on the other ranks, if it has failed.
     """
     if dist.get_rank() != 0:
         answer = broadcast({}, dict[str, str], 0)
         if "error" in answer:
-            raise FailedOnFirst(answer["error"])
+            raise FailedOnRank0(answer["error"])
         return answer["text"]
     try:
         text = job()
@@ -95,7 +94,7 @@ def share_config(load: Callable[[], TrainConfig]) -> TrainConfig:
     """Return rank 0's configuration, which it loads, on every rank. Connects the ranks.
 
     Raises:
-        PenstockError: see `on_first`; or the settings do not go with a launcher.
+        PenstockError: see `on_rank_0`; or the settings do not go with a launcher.
     """
     join()
 
@@ -115,7 +114,7 @@ def share_config(load: Callable[[], TrainConfig]) -> TrainConfig:
             )
         return json.dumps(asdict(_resume_config(config)))
 
-    return validate_settings(json.loads(on_first(checked)), "the settings of rank 0")
+    return validate_settings(json.loads(on_rank_0(checked)), "the settings of rank 0")
 
 
 def _resume_config(config: TrainConfig) -> TrainConfig:
@@ -224,18 +223,18 @@ def prepare_on_hosts(config: TrainConfig, say: Say) -> HostRun:
 
     Raises:
         PenstockError: on rank 0, why the run cannot be prepared.
-        FailedOnFirst: on the other ranks, if rank 0 has raised.
+        FailedOnRank0: on the other ranks, if rank 0 has raised.
     """
     place = _Place.find(config)
     # For the profile and for training alike.
     torch.set_num_threads(place.threads)
     config = replace(config, device="cuda" if place.device.type == "cuda" else "cpu")
-    first = dist.get_rank() == 0
+    is_rank_0 = dist.get_rank() == 0
     task = make_task(config)
     traced = task.chain
     per_epoch = count_batches(len(task.data.train_inputs), config.batch)
-    on_first(lambda: _check(config, traced, per_epoch))
-    if first:
+    on_rank_0(lambda: _check(config, traced, per_epoch))
+    if is_rank_0:
         hosts = len(set(place.hosts))
         say(
             f"{config.model}: {len(traced)} layers, {traced.parameter_count:,} parameters · "
@@ -247,7 +246,7 @@ def prepare_on_hosts(config: TrainConfig, say: Say) -> HostRun:
         )
     profiles = _profiles_of_hosts(config, place)
     cluster, by_kind = _cluster(place, profiles)
-    if first:
+    if is_rank_0:
         say(str(cluster))
     prepared: Prepared | None = None
 
@@ -265,7 +264,7 @@ def prepare_on_hosts(config: TrainConfig, say: Say) -> HostRun:
                 write_json(prepared.folder / JOB, job)
         return json.dumps({"plan": to_json(prepared.plan), "folder": str(prepared.folder)})
 
-    answer = json.loads(on_first(plan_here))
+    answer = json.loads(on_rank_0(plan_here))
     plan = Plan.parse(answer["plan"], "the plan of rank 0")
     return HostRun(config, Path(answer["folder"]), plan, place.device, prepared)
 
