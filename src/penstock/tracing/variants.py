@@ -353,6 +353,7 @@ class Variants:
 
     @staticmethod
     def _kind(form: Form) -> tuple[object, ...]:
+        """Return the key of a form without its sizes."""
         return _dtype_context(), form.kind
 
     def _capture(self, form: Form, training: bool) -> Capture:
@@ -397,10 +398,10 @@ class Variants:
         return variant
 
     def _check_held(self, variant: Variant) -> None:
-        """Raise an error if an op uses a tensor that another layer has.
+        """Check that every op uses only tensors of its own layer.
 
         Raises:
-            ChainError: there is such an op.
+            ChainError: an op uses a tensor that another layer has.
         """
         for layer, segment in enumerate(variant.segments if self.holds else ()):
             for node in segment.weights:
