@@ -19,8 +19,9 @@ Counted, in bytes, from the second of allocation to the second of release:
                                     sent value from the end of its op until it has arrived. A value
                                     that stays on its rank arrives at once.
 
-Of changes at the same second, releases come first, in the order of the rank's program; the ops of a
-pair change memory at the same moment.
+Changes at the same second come in the order of the rank's program: what arrives for an op, its start,
+its end. So a value that an op sends is counted before the next op starts and releases what it has
+received. The ops of a pair change memory at the same moment.
 """
 
 from __future__ import annotations
