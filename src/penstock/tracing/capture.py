@@ -243,27 +243,29 @@ def _capture_checked(request: _Request, *, dynamic: bool) -> Capture:
     counter goes on.
 
     Raises:
-        Refused: the second forward changes an attribute again.
+        Refused: the second forward changes an attribute again, or is another one.
     """
     captured = _export(request, dynamic=dynamic)
     sizes, tables = captured.reads.sizes, captured.reads.tables
-    if not sizes and not tables:
+    settled = captured.reads.settled
+    if not (sizes or tables or settled):
         return captured
     filled = copy.deepcopy(request.skeleton)
-    for path, name in sizes:
-        vars(filled.get_submodule(path))[name] += _COUNTER_OFFSET
-    for (path, name), (shape, dtype) in tables.items():
-        vars(filled.get_submodule(path))[name] = torch.zeros(shape, dtype=dtype)
-    second_sizes = _export(replace(request, skeleton=filled), dynamic=dynamic).reads.sizes
+    captured.reads.fill(filled)
+    second = _export(replace(request, skeleton=filled), dynamic=dynamic)
+    for path, name in settled:
+        if second.reads.settled or _op_names(second) != _op_names(captured):
+            raise Refused(carried_message(path, name, "in place"))
+    second_sizes = second.reads.sizes
     for (path, name), value in sizes.items():
         if second_sizes.get((path, name)) != value:
             raise Refused(carried_message(path, name, f"to {value}"))
     return captured
 
 
-#: Added to a number that may be a counter or a cache: a counter continues from there, a cache is
-#: set to the same value as before.
-_COUNTER_OFFSET = 1_000_003
+def _op_names(captured: Capture) -> list[tuple[str, str]]:
+    """Return what the ops of a graph are, in order."""
+    return [(node.op, str(node.target)) for node in captured.graph.nodes]
 
 
 def _locate_draw(request: _Request) -> Drawn | None:

@@ -111,3 +111,31 @@ def test_caches_of_tables_and_what_is_written_before_it_is_read_are_traced(work)
             value = layer(value)
         assert torch.equal(value, model(x))  # fills the caches of the user's own model
         assert traced.variants.is_current(training=True)
+
+
+class Configured(nn.Module):
+    """Sets an option of its configuration at the first call, as classifiers of transformers do."""
+
+    def __init__(self, first_call=lambda x: x):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.config = types.SimpleNamespace(problem=None, width=4)
+        self.first_call = first_call
+
+    def forward(self, x):
+        if self.config.problem is None:
+            self.config.problem = "regression"
+            x = self.first_call(x)
+        x = self.second(torch.tanh(self.first(x)))
+        return x if self.config.problem == "regression" else x.softmax(-1)
+
+
+def test_an_option_that_the_first_call_sets_is_traced_if_later_calls_do_the_same():
+    """The model keeps its None; a first call that does something else is refused."""
+    torch.manual_seed(0)
+    model, x = Configured(), torch.randn(2, 4)
+    layers = chain(model, x)
+    assert model.config.problem is None
+    assert len(layers) == 2
+    with pytest.raises(ChainError, match="changes `config` of the model in place"):
+        chain(Configured(first_call=torch.sigmoid), x)

@@ -32,6 +32,10 @@ TORCHS = frozenset({"_flat_weights", "_flat_weight_refs", *vars(nn.Module())} - 
 
 _FILE_OF_MODULE = torch_module.__file__
 
+#: Added to a number that may be a counter or a cache: a counter continues from there, a cache is
+#: set to the same value as before.
+_COUNTER_OFFSET = 1_000_003
+
 
 @dataclass(frozen=True)
 class _ModuleReads:
@@ -62,6 +66,9 @@ class Reads:
             them, or that are caches.
         sizes: by path and name, numbers that the forward has read and then set to a size of its
             inputs, as text. They are caches if they do not depend on their previous value.
+        settled: by path and name, options of an object, such as a configuration, that were None and
+            that the forward has set to a text. They are like those of the model if the next call
+            changes nothing and does the same.
         tables: by path and name, shape and dtype of tensors that the forward creates in place of
             None. They are caches if the next call does not change them.
 
@@ -81,6 +88,7 @@ class Reads:
         self.written: dict[str, set[str]] = {}
         self.sizes: dict[tuple[str, str], str] = {}
         self.tables: dict[tuple[str, str], tuple[list[int], torch.dtype]] = {}
+        self.settled: dict[tuple[str, str], dict[str, str]] = {}
         self._modules: dict[int, _ModuleReads] = {}  # by id of the module's `__dict__`
         for path, module in model.named_modules():
             attributes = module.__dict__
@@ -128,6 +136,18 @@ class Reads:
         for reads in self._modules.values():
             self._check(reads)
 
+    def fill(self, model: nn.Module) -> None:
+        """Set what may be a cache in another instance of the model as its forward has set it.
+
+        A number that may be a size gets another value: a counter goes on from there.
+        """
+        for path, name in self.sizes:
+            vars(model.get_submodule(path))[name] += _COUNTER_OFFSET
+        for (path, name), (shape, dtype) in self.tables.items():
+            vars(model.get_submodule(path))[name] = torch.zeros(shape, dtype=dtype)
+        for (path, name), options in self.settled.items():
+            vars(vars(model.get_submodule(path))[name]).update(options)
+
     def _check(self, reads: _ModuleReads) -> None:
         """Reject attributes of a module that go from one call to the next; record caches."""
         for name in {**reads.before, **reads.attributes}:
@@ -163,6 +183,10 @@ class Reads:
         """Check an attribute that is still the same object, for changes in place."""
         before = reads.contents.get(name)
         if before is None or before == summary(value):
+            return
+        options = _settled_options(before, value)
+        if options:
+            self.settled[reads.path, name] = options
             return
         if not _only_caches_added(before, value):
             raise Refused(carried_message(reads.path, name, "in place"))
@@ -232,6 +256,30 @@ def _is_cache(old: Any, new: Any) -> bool:
         items = new.values() if isinstance(new, dict) else new
         return all(_is_cache(None, item) for item in items)
     return isinstance(new, (torch.dtype, torch.device, torch.Size)) and old in (None, MISSING)
+
+
+def _settled_options(before: Any, value: Any) -> dict[str, str]:
+    """Return the attributes of an object that were None and are a text now.
+
+    Args:
+        before: the summary of the object before.
+        value: the object.
+
+    Returns:
+        The new texts by name; none if anything else has changed.
+    """
+    after, empty = summary(value), summary(None)
+    if not hasattr(value, "__dict__") or not isinstance(before[1], tuple):
+        return {}
+    if before[0] != after[0] or len(before[1]) != len(after[1]):
+        return {}
+    options = {}
+    for (key, old), (new_key, new) in zip(before[1], after[1], strict=True):
+        if key != new_key or (old != new and (old != empty or new[0] != "str")):
+            return {}
+        if old != new:
+            options[key[1]] = new[1]
+    return options
 
 
 def _only_caches_added(before: Any, value: Any) -> bool:
