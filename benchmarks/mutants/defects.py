@@ -129,8 +129,8 @@ PLANNING_DEFECTS = [
     Defect(
         "simulate: half-duplex links carry both directions at once",
         "simulate/simulate.py",
-        "pairs = np.sort(dependencies.links, axis=1)",
-        "pairs = dependencies.links",
+        "low, high = np.sort(dependencies.links.reshape(-1, 2), axis=1).T",
+        "low, high = dependencies.links.reshape(-1, 2).T",
         ("tests/simulate/test_simulate.py",),
     ),
     Defect(
