@@ -71,15 +71,18 @@ def list_schedule(spec: Spec, rule: Rule, encoding: Encoding, work: Workspace) -
     2. Choose the rank with the earliest possible end. There is none when all ops are placed, or
        when nothing fits the cap.
     3. Of this rank's ops that can start within its patience, choose the one that is due first.
-    4. Append it to the rank's program, and send its value to the receiving copy.
+    4. Append it to the rank's program, and send its value to the receiving copy, if there is one: a
+       W has none, nor have the F of the last stage and the backward of the first.
+
+    The choice may then have changed on this rank and on the receiving one; on all ranks if memory
+    couples them. `done[copy, kind]` counts the placed ops, a B as an I and as a W.
     """
     reset(spec, work)
     codes, lengths = encoding.codes, encoding.lengths
     copies, cost, copies_of = spec.copies, spec.cost, spec.copies_of
-    due, whole, patience = rule.due, rule.whole, rule.patience[0]
-    # `done[copy, kind]`: ops placed; a B counts as an I and as a W.
+    due, whole, cap, patience = rule.due, rule.whole, rule.cap, rule.patience[0]
     arrive, done, link, free = work.arrive, work.done, work.link, work.free
-    ranks, stages, coupled = len(lengths), len(copies) // len(spec.counts), _coupled(spec, rule.cap)
+    ranks, stages, coupled = len(lengths), len(copies) // len(spec.counts), _coupled(spec, cap)
     # Per copy and kind (F, I or B, W), when its next op could start; infinite if it cannot yet.
     next_start = np.empty((len(copies), 3))
     # Per rank, the earliest start and the earliest end of its next ops.
@@ -103,10 +106,8 @@ def list_schedule(spec: Spec, rule: Rule, encoding: Encoding, work: Workspace) -
                     if k >= possible:
                         continue
                     ready = free[rank] if kind == W else arrive[kind, copy, k]
-                    if ready < 0.0:
-                        continue  # its input is not sent yet
-                    if kind == F and not _fits(spec, rule.cap, done, copy, coupled):
-                        continue
+                    if ready < 0.0 or (kind == F and not _fits(spec, cap, done, copy, coupled)):
+                        continue  # its input is not sent yet, or there is no memory for it
                     start = max(ready, free[rank])
                     code = B if kind == I and whole[copy, k] else kind
                     next_start[copy, kind] = start
@@ -116,16 +117,15 @@ def list_schedule(spec: Spec, rule: Rule, encoding: Encoding, work: Workspace) -
         rank = int(np.argmin(first_end))
         if first_end[rank] == np.inf:
             break
-        # 3. Of its ops that can start by `latest_start`, the one that is due first.
-        latest_start = first_start[rank] + patience * (first_end[rank] - first_start[rank])
+        # 3. Of its ops that can start by `until`, the one that is due first.
+        until = first_start[rank] + patience * (first_end[rank] - first_start[rank])
         first_due, copy, kind = np.inf, -1, -1
         for i in range(copies_of.shape[1]):
             other = copies_of[rank, i]
             for other_kind in range(3 if other >= 0 else 0):
-                if next_start[other, other_kind] <= latest_start:
-                    op_due = due[other, other_kind, done[other, other_kind]]
-                    if op_due < first_due:
-                        first_due, copy, kind = op_due, other, other_kind
+                k = done[other, other_kind]
+                if next_start[other, other_kind] <= until and due[other, other_kind, k] < first_due:
+                    first_due, copy, kind = due[other, other_kind, k], other, other_kind
         # 4. Place it.
         k = done[copy, kind]
         code = B if kind == I and whole[copy, k] else kind
@@ -133,20 +133,14 @@ def list_schedule(spec: Spec, rule: Rule, encoding: Encoding, work: Workspace) -
         lengths[rank] += 1
         end = free[rank] = next_start[copy, kind] + cost[copy, code]
         done[copy, kind] += 1
-        if code == B:
-            done[copy, W] += 1
-        if code >= W:  # W or B
-            unreleased -= 1
-        # A W has no receiver. Nor has the F of the last stage, nor the backward of the first.
-        receiver = copies[copy, RECEIVER + kind] if kind != W else -1
-        target = rank
+        done[copy, W] += code == B
+        unreleased -= code >= W  # W or B
+        receiver, target = copies[copy, RECEIVER + kind] if kind != W else -1, rank
         if receiver >= 0:
             target = copies[receiver, RANK]
             if target != rank:
                 end = send(link, rank, target, end, cost[copy, UP + kind])
             arrive[kind, receiver, k] = end
-        # What can start has changed on this rank and on the receiving one; on all ranks if they are
-        # coupled: `changed` then still lists all of them.
         if not coupled:
             changed[0], changed[1], changes = rank, target, 1 if target == rank else 2
     return -1.0 if unreleased else end_of_updates(spec, work)
