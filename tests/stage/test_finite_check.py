@@ -222,6 +222,20 @@ def test_without_checks_of_gradients_a_device_reports_losses_alone():
     ]
 
 
+def test_a_device_skips_for_a_gradient_that_no_probe_has_shown(caplog):
+    """Its micro-batch is not known, and the update would spoil the weights all the same."""
+    layer = nn.Linear(2, 1)
+    stage, check = stage_of(layer), check_of("skip")
+    stage.device = SimpleNamespace(type="device")
+    layer.bias.grad = torch.zeros(1).as_subclass(OnDevice)
+    layer.weight.grad = torch.tensor([[1.0, INF]]).as_subclass(OnDevice)
+    check.after_backward(stage, batch_with(), 0)
+    check.before_update(stage, "4U1")
+    assert check.has_nonfinite
+    (record,) = caplog.records
+    assert "a gradient of stage 4 is not finite; the update is skipped" in record.getMessage()
+
+
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("deferring", [False, True])
 @pytest.mark.parametrize("policy", ["raise", "warn", "skip"])

@@ -167,9 +167,10 @@ def test_a_sum_has_the_order_of_the_ranks_and_memory_of_its_own(wire_dtype, coun
     [(None, 2 * 12 * 4), (torch.float32, 2 * 12 * 4), (torch.float16, 2 * 12 * 2 + 10 * 4)],
 )
 def test_memory_is_what_is_sent_and_received_and_a_compressed_sum(wire_dtype, nbytes):
-    """10 numbers, padded to 12 for three replicas."""
+    """10 numbers, padded to 12 for three replicas, and not at all for five."""
     reduction = InRankOrder(Pieces(3), layout_of([(2, 5)], torch.float32), wire_dtype)
     assert reduction.nbytes == nbytes
+    assert InRankOrder(Pieces(5), layout_of([(2, 5)], torch.float32)).nbytes == 2 * 10 * 4
 
 
 @pytest.mark.parametrize(

@@ -105,5 +105,6 @@ def test_a_text_arrives_as_it_was_sent(replicas):
         made[0].send_text(6, UpdateMessage.OPTIMIZER_STATE, text)
         assert made[2].receive_text(1, UpdateMessage.OPTIMIZER_STATE) == text
     name = UpdateMessage.OPTIMIZER_STATE.name
+    assert ("send", 6, f"{name} {len('naïve €'.encode())}") in Watched.signatures
     assert Watched.signatures[-1] == ("post", 1, f"{name} 1000")
     assert ("send", 6, f"{name} length") in Watched.signatures
