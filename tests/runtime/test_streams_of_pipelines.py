@@ -194,3 +194,12 @@ def test_accumulated_gradients_of_a_stream_without_an_optimizer_are_dropped():
     assert all(parameter.grad is not None for parameter in pipe.parameters())
     pipe.zero_grad()
     assert all(parameter.grad is None for parameter in pipe.parameters())
+
+
+def test_every_batch_of_a_stream_of_one_stage_has_its_loss():
+    """Such a stream completes a batch when it is fed, also the first one after a flush."""
+    pipe, plain = pipeline(balance=(6,)), pipeline("gpipe", balance=(6,))
+    for count in (3, 2, 1):
+        losses = list(pipe.train(batches(count)))
+        expected = [plain.train_batch(*batch) for batch in batches(count)]
+        torch.testing.assert_close(losses, expected)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from functools import partial
 
 import pytest
@@ -207,3 +208,18 @@ def test_slices_of_a_sequence_continue_the_state_of_their_layer(rate):
     x, y = (torch.randn(4, 6, 3, generator=generator) for _ in range(2))
     comparison = pipe.compare_with_one_device(x, y)
     assert comparison.relative < 1e-5
+
+
+class HostNoise(nn.Module):
+    """Multiplies by a number of Python's generator."""
+
+    def forward(self, x):
+        """Draw it."""
+        return x * random.random()
+
+
+def test_numbers_of_pythons_generator_are_noticed_too():
+    """They differ between the undivided batch and its micro-batches as those of torch do."""
+    plain, _, _, values = one_device([nn.Linear(3, 3), HostNoise()])
+    plain.train(values, whole=False)
+    assert plain.drew
