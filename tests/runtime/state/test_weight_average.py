@@ -155,6 +155,8 @@ def test_invalid_averages_are_refused():
         )
     with pytest.raises(SettingError, match=r"has shape \(2,\) for module\.0\.bias"):
         average.load_state_dict({**state, "module.0.bias": torch.ones(2)})
+    with pytest.raises(SettingError, match=r"has shape \(1, 4\) for module\.0\.bias"):
+        average.load_state_dict({**state, "module.0.bias": torch.ones(1, 4)})
 
 
 def test_the_model_is_filled_from_the_pipeline():
