@@ -151,8 +151,12 @@ def test_a_layer_continues_its_stream_from_op_to_op(layer):
         def forward(self, x):
             return torch.stack([layer(x), layer(x)])
 
-    (first, second), other = seeded_draws(5, [Twice(), nn.Dropout(0.5)])
-    assert not torch.equal(first, second)
+    layers = [Twice(), nn.Dropout(0.5)]
+    randomness = PartitionRandomness(nn.Sequential(*layers))
+    for _ in range(3):  # the third run is not observed
+        randomness.begin_run(list(randomness._module.modules()), training=True)
+        (first, second), other = seeded_draws(5, layers, randomness=randomness)
+        assert not torch.equal(first, second)
     again, other_again = seeded_draws(5, [layer, nn.Dropout(0.5)])
     assert torch.equal(first, again)
     assert torch.equal(other, other_again)
