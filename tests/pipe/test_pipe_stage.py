@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from penstock.errors import RunError
 from penstock.modules.recomputing import is_checkpointing, is_recomputing
+from penstock.modules.side_loss import side_loss
 from penstock.pipe.pipe import Pipe
 
 
@@ -172,3 +173,21 @@ def test_a_weight_of_any_partition_changed_before_the_recompute_is_refused():
     with torch.no_grad():
         pipe[0].bias.add_(1)
     loss.backward()
+
+
+def test_a_side_loss_may_be_a_constant_beside_one_with_a_gradient():
+    """A layer may report a number that no weight changes."""
+
+    class Reporting(nn.Linear):
+        def forward(self, x):
+            output = super().forward(x)
+            side_loss(torch.ones(()))
+            side_loss(output.square().mean())
+            return output
+
+    pipe = Pipe(nn.Sequential(Reporting(2, 2)), [1], chunks=2)
+    x = torch.ones(4, 2)
+    (pipe(x).sum() + pipe.side_loss).backward()
+    output = nn.functional.linear(x, pipe[0].weight, pipe[0].bias)
+    (expected,) = torch.autograd.grad(output.sum() + output.square().mean(), [pipe[0].weight])
+    torch.testing.assert_close(pipe[0].weight.grad, expected)
