@@ -47,6 +47,7 @@ class Scales(nn.Module):
         self.register_buffer("mask", torch.tensor([True, False, True]))
         self.register_buffer("nothing", torch.zeros(0, 3))
         self.register_buffer("phase", torch.tensor([1 + 2j, 3 - 1j]))
+        self.register_buffer("single", torch.zeros(1))
 
     def forward(self, x):
         """Multiply by the weight."""
@@ -68,9 +69,13 @@ def two_stages(**options):
 
 
 def test_tensors_of_all_types_come_to_ranks_that_collect_nothing(monkeypatch):
-    """Bit by bit, under all names of a shared tensor; empty tensors are in no message."""
+    """Bit by bit, under all names of a shared tensor; empty tensors are in no message. A tensor may
+    be conjugated lazily, or be one element of any stride.
+    """
     pipe = two_stages()
     expected = pipe.state_dict()
+    expected["0.phase"] = torch.tensor([1 - 2j, 3 + 1j]).conj()
+    expected["0.single"] = torch.arange(4.0)[::3][1:]
     messages = []
 
     def send(content, source, form):
@@ -95,7 +100,7 @@ def test_tensors_of_all_types_come_to_ranks_that_collect_nothing(monkeypatch):
         for name, tensor in expected.items():
             assert state[name].dtype == tensor.dtype, name
             assert torch.equal(state[name], tensor), name
-        assert len(messages) == (0 if rank else 9)
+        assert len(messages) == (0 if rank else 11)
 
 
 def test_threads_have_the_whole_state_without_messages(monkeypatch):

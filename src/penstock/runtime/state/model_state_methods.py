@@ -61,8 +61,10 @@ def whole_state(world: World, placed: state.Placed) -> dict[str, Tensor]:
         tensor = collected.get(name)
         if tensor is None:
             tensor = torch.empty(fact.shape, dtype=getattr(torch, fact.dtype))
-        # As bytes: gloo's broadcast supports few of torch's dtypes.
-        content = tensor.contiguous().reshape(-1).view(torch.uint8) if tensor.numel() else None
+        # As bytes: gloo's broadcast supports few of torch's dtypes. A tensor of one element is
+        # contiguous with any stride, and such a view of it is not.
+        flat = tensor.resolve_conj().resolve_neg().contiguous().as_strided((tensor.numel(),), (1,))
+        content = flat.view(torch.uint8) if tensor.numel() else None
         if content is not None:
             form = TensorForm(tuple(content.shape), "uint8", wants_grad=False)
             content = world.broadcast(content, 0, form)
