@@ -299,7 +299,9 @@ def test_the_threads_of_a_closed_server_end(tmp_path):
     """A launcher may launch many times."""
     before = set(threading.enumerate())
     with StoreServer(tmp_path / "store") as server:
-        UnixStore(server.path).set("key", "value")
+        # In a variable: the server ends the thread of a connection that is closed.
+        store = UnixStore(server.path)
+        store.set("key", "value")
         started = set(threading.enumerate()) - before
         assert len(started) == 2
     for thread in started:

@@ -167,10 +167,15 @@ class TrainConfig(CommonOptions):
                 f"a batch of {self.batch} cannot be cut into {self.micro_batches} micro-batches"
             )
         interval = parse_interval(self.checkpoint_every)
-        if self.checkpoint == "never" and interval != Interval():
+        if not self.writes_checkpoints and interval != Interval():
             raise SettingError("checkpoint is never, and checkpoint_every asks for checkpoints")
         if self.resume and self.out is None:
             raise SettingError("resume needs out: the folder of the run to continue")
+
+    @property
+    def writes_checkpoints(self) -> bool:
+        """Whether the run writes checkpoints at all."""
+        return self.checkpoint != "never"
 
     def _check_finite(self) -> None:
         """Refuse infinite numbers: the run's config.yaml could not be read again.
