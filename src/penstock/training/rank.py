@@ -113,7 +113,7 @@ def train_on(
         resume(pipe, checkpoints, config, folder, is_rank_0=is_rank_0)
     else:
         begin(pipe, task, config, quiet=quiet or not is_rank_0)
-    writes_checkpoints = config.writes_checkpoints
+    written_checkpoints = checkpoints if config.writes_checkpoints else None
     result = RankResult(steps=pipe.step)
     end = last_step(config, count_batches(len(task.data.train_inputs), config.batch))
     _reset_peak_allocated_bytes(device)
@@ -121,12 +121,11 @@ def train_on(
     with (
         _open_metrics(config, folder, plan, pipe) if is_rank_0 else nullcontext() as metrics,
         Progress(end, silent=quiet or not is_rank_0) as progress,
-        checkpoints if writes_checkpoints else nullcontext(),
+        written_checkpoints or nullcontext(),
         live.offering(),
     ):
         log = RunLog(metrics, progress, callbacks, live, config.lr)
-        used_checkpoints = checkpoints if writes_checkpoints else None
-        TrainingLoop(config, task, pipe, used_checkpoints, log, live, result).run()
+        TrainingLoop(config, task, pipe, written_checkpoints, log, live, result).run()
     result.seconds = time.monotonic() - start
     result.peak_allocated_bytes = _peak_allocated_bytes(device)
     if not result.stopped:
