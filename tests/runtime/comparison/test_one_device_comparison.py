@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 
 import penstock as ps
 from penstock.modules.side_loss import side_loss
+from penstock.runtime.comparison import one_device_comparison
 from penstock.runtime.comparison.one_device_comparison import Comparison
 from penstock.stage.stage import Stage
 
@@ -77,6 +79,28 @@ def test_gradients_buffers_random_state_scaler_and_norm_are_left_as_they_were():
         assert (pipe.loss_scale, pipe.grad_norm, pipe.skipped, pipe.step) == before[1:]
         assert differences(gradients(model), gradients(undisturbed)) == []
         assert differences(dict(model.state_dict()), dict(undisturbed.state_dict())) == []
+
+
+def test_gradients_and_scales_of_all_stages_come_back_after_an_error():
+    """Also the gradients of parameters that a stage holds for another one."""
+    trained, borrowed = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+    trained.grad, borrowed.grad = torch.full((1,), 2.0), torch.full((1,), 3.0)
+    update = SimpleNamespace(parameters=[trained], borrowed=[borrowed])
+    stage = SimpleNamespace(update=update, loss_scale=4.0)
+    grads = trained.grad, borrowed.grad
+
+    def fail():
+        assert (trained.grad, borrowed.grad, stage.loss_scale) == (None, None, 1.0)
+        trained.grad = torch.zeros(1)
+        raise KeyError
+
+    with (
+        pytest.raises(KeyError),
+        one_device_comparison._unchanged_gradients(SimpleNamespace(stages=[stage])),
+    ):
+        fail()
+    assert (trained.grad, borrowed.grad) == grads
+    assert stage.loss_scale == 4.0
 
 
 class Penalised(nn.Linear):

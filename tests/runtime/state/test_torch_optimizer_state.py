@@ -346,6 +346,13 @@ def test_a_state_of_another_optimizer_is_refused_before_anything_changes(groups,
     assert not optimizer.state
 
 
+def test_groups_of_the_same_sizes_in_another_order_are_others():
+    """Their options would go to the wrong parameters."""
+    assembly = single([["w0", "w1"], ["w2"]], shapes=((2,), (2,), (2,)))
+    with pytest.raises(SettingError, match="have 1 and 2 parameters; this pipeline's have 2 and 1"):
+        plain_state.restore(assembly, state_for([[0], [1, 2]], {}))
+
+
 def test_numbers_of_a_saved_state_need_not_begin_at_0_or_ascend():
     """They are keys; state of numbers that no group has is left out."""
     assembly = single([["w0", "w1"]])

@@ -118,6 +118,20 @@ def test_a_single_copy_sums_nothing():
     assert weight.grad.tolist() == [2.0, 2.0]
 
 
+def test_gradients_that_a_failed_batch_had_set_aside_are_dropped_with_the_others():
+    """The next batch must not add them to its own."""
+    weight = shared(2)
+    weight.grad = torch.ones(2)
+    mesh = ScriptedMesh({"dp": Group(Meeting(1), 0)})
+    stage = ParallelStage(0, [layer(weight)], mesh)
+    stage.begin()
+    weight.grad = None
+    stage.begin()
+    weight.grad = torch.full((2,), 3.0)
+    stage.reduce()
+    assert weight.grad.tolist() == [3.0, 3.0]
+
+
 def test_gathered_bytes_are_those_of_the_parameters_that_fsdp_gathers():
     """Weights and gradients, whole: the part of this process times the copies."""
     gathered, other, whole = shared(5), shared(7), nn.Parameter(torch.ones(11))

@@ -79,6 +79,8 @@ class ParallelStage:
 
         Gradients of earlier batches, which are sums over the copies already, are set aside.
         """
+        # A batch that failed has not taken back those that it had set aside.
+        self._previous.clear()
         for parameter in self._reduced_without_fsdp():
             if parameter.grad is not None:
                 self._previous[parameter] = parameter.grad
