@@ -209,11 +209,11 @@ def test_each_slice_has_the_fixed_seconds_of_its_recompute():
     assert selected.recompute == ((2 * 2 * (0.5 + 2), 2 * (0.5 + 4)),)
 
 
-def test_what_runs_again_for_a_slice_has_the_samples_of_the_largest_slice():
-    """A whole micro-batch of 3 samples, or half of one of 4."""
-    profile = profile_of([(1, 1, 1)] * 2)
+def test_bytes_are_those_of_the_largest_whole_micro_batch():
+    """Of 3 samples, and of 4 that are cut in halves: the simulator divides them among slices."""
+    profile = profile_of([(50, 1, 1)] * 2)
     whole, halves = schedule("gpipe", 1, 2), schedule("autopipe", 1, 2, sliced=2)
-    for case_schedule, sizes, samples in ((whole, [3.0, 3.0], 3.0), (halves, [4.0, 4.0], 2.0)):
+    for case_schedule, sizes in ((whole, [3.0, 3.0]), (halves, [4.0, 4.0])):
         selected = with_selective_recompute(
             Costs(), case_schedule, [profile], (2,), sizes, Selection((0, 1))
         )
@@ -222,5 +222,5 @@ def test_what_runs_again_for_a_slice_has_the_samples_of_the_largest_slice():
             (selected.saved_bytes, one.saved_bytes),
             (selected.recompute_peak_bytes, one.recompute_peak_bytes),
         ):
-            assert list(scaled) == [samples * size for size in unit]
+            assert list(scaled) == [sizes[0] * size for size in unit]
         assert one.recompute_peak_bytes[0] > 0
