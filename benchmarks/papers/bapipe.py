@@ -17,7 +17,7 @@ import penstock as ps
 from penstock.cluster.device import Link
 from penstock.cluster.machines import Cluster
 from penstock.cluster.presets import Presets
-from penstock.measure.work_counter import count
+from penstock.measure.work.work_counter import count
 from penstock.profile.counts import ModelCounts
 from penstock.profile.fpga import fits_on_chip, fpga
 from penstock.simulate.plan_costs import all_reduce_seconds

@@ -10,7 +10,7 @@ import torch
 import penstock as ps
 from penstock.cluster.device import Device
 from penstock.errors import FileError, SettingError, UnknownName
-from penstock.measure.work_counter import count
+from penstock.measure.work.work_counter import count
 from penstock.profile.roofline import Efficiency, roofline
 from penstock.zoo.catalogue import model
 

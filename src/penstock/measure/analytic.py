@@ -13,7 +13,7 @@ from penstock.cluster.presets import Presets
 from penstock.measure.example_samples import example_to_trace
 from penstock.measure.replicable import with_single_copy_reasons
 from penstock.measure.timed_passes import Loss
-from penstock.measure.work_counter import count
+from penstock.measure.work.work_counter import count
 from penstock.profile.calibration import calibrated
 from penstock.profile.fpga import fpga
 from penstock.profile.profile import Profile

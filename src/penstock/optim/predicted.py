@@ -191,8 +191,8 @@ class Predicted(StageWeights):
         change = functools.partial(self._direction.move, updates=ahead) if ahead else None
         self._working.show(content, change)
         is_reused = self._is_reused(number, batch, kind, content)
-        kept = content if is_reused else None
-        self._working.keep(kind, kept, change, soon=self._stores[kind])
+        reused_content = content if is_reused else None
+        self._working.keep(kind, reused_content, change, soon=self._stores[kind])
 
     def _is_reused(self, number: int, batch: int, kind: str, content: tuple[int, int]) -> bool:
         """Return whether a later micro-batch of the same batch reads this content.

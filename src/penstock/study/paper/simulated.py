@@ -15,7 +15,7 @@ from typing import Any, final
 import torch
 
 from penstock.cluster.presets import Presets
-from penstock.measure.work_counter import count
+from penstock.measure.work.work_counter import count
 from penstock.partition.catalogue import partition
 from penstock.profile.counts import LayerCounts, ModelCounts
 from penstock.profile.profile import PHASES, Profile

@@ -17,11 +17,11 @@ from penstock.errors import SettingError
 from penstock.grad.saved_version import observing_saved_tensors
 from penstock.grad.split import input_grad, weight_grad
 from penstock.measure.example_samples import checked_tensors, tensors_in
-from penstock.measure.layer_signature import Signature, layer_signature, value_signature
-from penstock.measure.op_work import OpWork, op_work
 from penstock.measure.saved_storages import SavedStorages
 from penstock.measure.timed_passes import Loss, WithLoss, bytes_of, named_failure
-from penstock.measure.work_lines import SIZES, fit_lines
+from penstock.measure.work.layer_signature import Signature, layer_signature, value_signature
+from penstock.measure.work.op_work import OpWork, op_work
+from penstock.measure.work.work_lines import SIZES, fit_lines
 from penstock.profile.counts import LayerCounts, ModelCounts
 from penstock.tracing.traced_chain import TracedChain, chain
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from penstock.measure.op_work import OpWork
+from penstock.measure.work.op_work import OpWork
 from penstock.profile.counts import Work
 
 #: Micro-batch sizes at which ops are counted. Not 1: with a single sample, batch norm may have

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from penstock.errors import LayerFailed, SettingError
-from penstock.measure import work_counter as counting
+from penstock.measure.work import work_counter as counting
 from penstock.measure.profiler import profile
-from penstock.measure.work_counter import count
+from penstock.measure.work.work_counter import count
 from penstock.tracing.traced_chain import chain
 from penstock.zoo.catalogue import model
 from penstock.zoo.gpt import gpt_loss

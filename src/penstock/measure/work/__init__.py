@@ -1,0 +1,1 @@
+"""Counts of the floating-point operations and bytes of layers, from their ops."""
