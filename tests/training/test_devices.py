@@ -18,9 +18,9 @@ from penstock.tracing.traced_chain import chain
 from penstock.training.config import TrainConfig
 from penstock.training.devices import Devices, device_change, with_device
 from penstock.training.job import _peaks_allocated, _rank_count
+from penstock.training.loop.rank_result import RankResult
 from penstock.training.measurement import measure_profile
 from penstock.training.rank import profile_rank, take_device, train_on
-from penstock.training.rank_result import RankResult
 from penstock.training.sources.user_settings import load_settings
 from penstock.training.task import make_task
 from penstock.transport.devices.device_assignment import Card

@@ -18,7 +18,7 @@ from penstock.training import restarts
 from penstock.training.config import TrainConfig
 from penstock.training.devices import Devices
 from penstock.training.job import Prepared
-from penstock.training.rank_result import RankResult
+from penstock.training.loop.rank_result import RankResult
 from penstock.training.run_checkpoints import request_ranks
 from penstock.training.task import make_task
 

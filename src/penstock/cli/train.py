@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from penstock.report.outcome import Outcome
     from penstock.training.config import TrainConfig
     from penstock.training.job import Prepared
+    from penstock.training.loop.rank_result import RankResult
     from penstock.training.measurement import Say
-    from penstock.training.rank_result import RankResult
 
 
 def train(

@@ -35,9 +35,9 @@ from penstock.training.checks import check_settings
 from penstock.training.config import TrainConfig, validate_settings
 from penstock.training.data.batches import count_batches
 from penstock.training.job import Prepared, make_folder, plan_run
+from penstock.training.loop.rank_result import RankResult
 from penstock.training.measurement import Say, find_devices
 from penstock.training.rank import profile_rank, train_on
-from penstock.training.rank_result import RankResult
 from penstock.training.resume import check_checkpoint, drop_later_metrics, remove_staging
 from penstock.training.run_checkpoints import checkpoint_folders
 from penstock.training.task import make_task

@@ -35,12 +35,12 @@ from penstock.training.checks import check_settings, known_schedule
 from penstock.training.config import TrainConfig
 from penstock.training.data.batches import count_batches
 from penstock.training.devices import Devices, device_change, with_device
+from penstock.training.loop.rank_result import RankResult
 from penstock.training.measurement import Say, find_devices, measure_cluster, measure_profile
 from penstock.training.metrics import check_wandb
 from penstock.training.optimizer import sample_optimizer
 from penstock.training.plan_file import load_plan, load_plan_for
 from penstock.training.rank import train_rank
-from penstock.training.rank_result import RankResult
 from penstock.training.resume import check_checkpoint, remove_staging, staging_folder
 from penstock.training.sources.model_sources import parse_model
 from penstock.training.task import data_name, make_task

@@ -22,16 +22,16 @@ from penstock.training.callbacks import load_callbacks
 from penstock.training.config import TrainConfig
 from penstock.training.data.batches import count_batches
 from penstock.training.devices import Devices
+from penstock.training.loop.rank_result import RankResult
+from penstock.training.loop.run_log import RunLog
+from penstock.training.loop.training_loop import TrainingLoop
 from penstock.training.metrics import Metrics
 from penstock.training.optimizer import pipeline_options
 from penstock.training.progress import Progress
-from penstock.training.rank_result import RankResult
 from penstock.training.recovery.live_state import LiveState
 from penstock.training.resume import last_step
 from penstock.training.run_checkpoints import run_checkpoints
-from penstock.training.run_log import RunLog
 from penstock.training.task import make_task
-from penstock.training.training_loop import TrainingLoop
 
 _CPU = torch.device("cpu")
 

@@ -18,8 +18,8 @@ from penstock.checkpoint.series import newest_whole
 from penstock.errors import FileError, PenstockError, RankDied, RunError, RunStopped
 from penstock.ranks.processes.forked_ranks import RankProcess
 from penstock.training.job import Prepared, replan, train_once, write_plan
+from penstock.training.loop.rank_result import RankResult
 from penstock.training.measurement import Say
-from penstock.training.rank_result import RankResult
 from penstock.training.recovery.live_recovery import LiveRecovery
 from penstock.training.resume import complete_metrics, drop_later_metrics
 from penstock.training.run_checkpoints import checkpoint_folders, newest_checkpoint, take_request

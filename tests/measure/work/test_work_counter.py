@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from penstock.errors import LayerFailed, SettingError
-from penstock.measure.work import work_counter as counting
 from penstock.measure.profiler import profile
+from penstock.measure.work import work_counter as counting
 from penstock.measure.work.work_counter import count
 from penstock.tracing.traced_chain import chain
 from penstock.zoo.catalogue import model

@@ -17,10 +17,10 @@ from torch import nn
 
 from penstock.runtime.interpreter import Interpreter
 from penstock.schedule.op import Kind
+from penstock.training.loop.rank_result import RankResult
+from penstock.training.loop.training_loop import TrainingLoop
 from penstock.training.rank import train_rank
-from penstock.training.rank_result import RankResult
 from penstock.training.recovery.live_state import LiveState
-from penstock.training.training_loop import TrainingLoop
 
 FEATURES, CLASSES = 4, 4
 

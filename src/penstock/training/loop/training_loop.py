@@ -18,10 +18,10 @@ from penstock.runtime.state.checkpoints import Checkpoints
 from penstock.training.config import TrainConfig
 from penstock.training.data.batches import count_batches
 from penstock.training.evaluation import test
-from penstock.training.rank_result import RankResult
+from penstock.training.loop.rank_result import RankResult
+from penstock.training.loop.run_log import RunLog
 from penstock.training.recovery.live_state import LiveState
 from penstock.training.resume import last_step
-from penstock.training.run_log import RunLog
 from penstock.training.task import Task
 from penstock.training.throughput import (
     BatchFeed,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 from penstock.training.callbacks import Callbacks
+from penstock.training.loop.rank_result import RankResult
 from penstock.training.metrics import Metrics
 from penstock.training.progress import Progress
-from penstock.training.rank_result import RankResult
 from penstock.training.recovery.live_state import LiveState
 
 

@@ -1,0 +1,1 @@
+"""The training loop of a rank, what it logs, and what it returns."""
