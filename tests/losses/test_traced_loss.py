@@ -65,6 +65,9 @@ def alignment(scores, labels, reduction):
 DIVISIBLE = {
     "mean": lambda model, s, y: likelihood(s, y),
     "other padding": lambda model, s, y: likelihood(s, y.clamp(min=0), ignore_index=2),
+    "padding by a size": lambda model, s, y: likelihood(
+        s, y.clamp(min=0, max=s.size(1)), ignore_index=s.size(1)
+    ),
     "class weights": lambda model, s, y: likelihood(s, y, weight=model.rates),
     "computed weights": lambda model, s, y: likelihood(s, y, weight=model.rates * 2),
     "probabilities": lambda model, s, y: functional.cross_entropy(

@@ -259,13 +259,7 @@ class _Reading:
 
     def _scale_terms(self, terms: list[Count], by: Any, times: bool) -> list[Count]:
         """Return terms multiplied or divided by a value."""
-        value = by
-        if isinstance(by, fx.Node):
-            if not self._is_computable(by):
-                raise UnknownForm("a factor that depends on outputs")
-            (value,) = self.inputs.recompute(self.layer.training, [by])
-        # A constant of one graph, such as `len(labels)`, may be another one in that of others.
-        number = float(value)
+        number = float(self._number(by, "a factor"))
         # A factor of 1 / n stands for a count of n.
         if times and number:
             number = 1 / number
@@ -273,6 +267,21 @@ class _Reading:
             replace(term, value=number if term.value is None else term.value * number)
             for term in terms
         ]
+
+    def _number(self, value: Any, name: str) -> Any:
+        """Return a number of the graph for these inputs.
+
+        A constant of one graph, such as `len(labels)`, may be another one in that of others.
+
+        Raises:
+            UnknownForm: it depends on outputs.
+        """
+        if not isinstance(value, fx.Node):
+            return value
+        if not self._is_computable(value):
+            raise UnknownForm(f"{name} that depends on outputs")
+        (number,) = self.inputs.recompute(self.layer.training, [value])
+        return number
 
     def _nll(self, node: fx.Node) -> Count:
         """Return the count in a negative log-likelihood or cross-entropy."""
@@ -291,7 +300,9 @@ class _Reading:
         (value,) = self.inputs.recompute(self.layer.training, [target])
         if value.is_floating_point():
             return Count(self.share, elements)
-        ignored, weight = int(argument(node, "ignore_index", -100)), self._weight(node)
+        # It may be a size, as in the span losses of transformers.
+        ignored = int(self._number(argument(node, "ignore_index", -100), "an ignored class"))
+        weight = self._weight(node)
         count = class_count(value, weight, ignored)
         if argument(node, "label_smoothing", 0.0) and not count and bool((value != ignored).any()):
             raise UnknownForm("label smoothing of targets whose class weights are all 0")
