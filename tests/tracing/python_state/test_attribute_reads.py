@@ -73,6 +73,24 @@ def test_an_attribute_that_one_call_writes_and_the_next_reads_is_refused(work):
         chain(Keeping(work), torch.randn(6, 4))
 
 
+def installs(self, x):
+    if not getattr(self, "is_installed", False):
+        self.is_installed = True
+    return x * 2
+
+
+def test_an_attribute_that_the_first_call_alone_sets_is_traced_after_that_call():
+    """Such as the hooks of transformers for the outputs of layers; the message says so."""
+    model, x = Keeping(installs), torch.randn(6, 4)
+    with pytest.raises(ChainError, match="If the first call alone sets it, call the model once"):
+        chain(model, x)
+    expected = model(x)
+    value = x
+    for layer in chain(model, x).modules:
+        value = layer(value)
+    assert torch.equal(value, expected)
+
+
 def remembers(self, x):
     self.last = x
     return x + self.last.mean()

@@ -174,9 +174,11 @@ class Reads:
         elif self._is_size(old, new):
             self.sizes[path, name] = str(new)
         else:
-            raise Refused(
-                carried_message(path, name, f"from {describe_value(old)} to {describe_value(new)}")
-            )
+            how = f"from {describe_value(old)} to {describe_value(new)}"
+            message = carried_message(path, name, how)
+            if old is MISSING or old is None:
+                message += ". If the first call alone sets it, call the model once before"
+            raise Refused(message)
         self._add_written(path, name)
 
     def _check_contents(self, reads: _ModuleReads, name: str, value: Any) -> None:
