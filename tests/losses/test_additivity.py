@@ -14,7 +14,7 @@ from penstock.losses.terms import Term
 
 
 def view_of(
-    found, *, sizes=(1, 3), along_tokens=False, divisors=(2.0, 6.0, 8.0), repeated=ValueError("x")
+    result, *, sizes=(1, 3), along_tokens=False, divisors=(2.0, 6.0, 8.0), repeated=ValueError("x")
 ):
     """A view with readings, or an error of the loss; `repeated` are those of parts that have targets
     in common.
@@ -22,9 +22,9 @@ def view_of(
 
     def readings(*, brief):
         view.briefs.append(brief)
-        if isinstance(found, Exception):
-            raise found
-        return found
+        if isinstance(result, Exception):
+            raise result
+        return result
 
     def pair_evaluations():
         return tuple(SimpleNamespace(terms=[Term(divisor)]) for divisor in divisors)

@@ -249,8 +249,8 @@ def test_one_micro_batch_allows_any_loss():
     for loss in REFUSED.values():
         net = model()
         expected, grads = plain(loss, x, y)
-        found = float(pipeline(net, loss, micro_batches=1).train_batch(x, y))
-        assert found == pytest.approx(expected, rel=1e-5)
+        total = float(pipeline(net, loss, micro_batches=1).train_batch(x, y))
+        assert total == pytest.approx(expected, rel=1e-5)
         check_gradients(net, grads)
 
 
@@ -277,8 +277,8 @@ def test_a_divisor_that_needs_real_values_is_computed_by_an_evaluation():
     for schedule in ("1f1b", "seq1f1b"):
         net = model()
         expected, grads = plain(loss, x, y)
-        found = float(pipeline(net, loss, schedule).train_batch(x, y))
-        assert found == pytest.approx(expected, rel=1e-5)
+        total = float(pipeline(net, loss, schedule).train_batch(x, y))
+        assert total == pytest.approx(expected, rel=1e-5)
         check_gradients(net, grads)
 
 

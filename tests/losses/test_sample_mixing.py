@@ -71,8 +71,8 @@ def by_frequency(output, y):
 
 def by_equal_samples(output, y):
     """Return a loss that divides by the number of samples of the same class."""
-    each = functional.cross_entropy(output, y, reduction="none")
-    return (each / (y[:, None] == y).sum(1)).sum()
+    loss = functional.cross_entropy(output, y, reduction="none")
+    return (loss / (y[:, None] == y).sum(1)).sum()
 
 
 def divided_first(output, y):
@@ -92,8 +92,8 @@ def test_targets_may_select_samples_and_be_counted_in_the_divisor():
     """The weight of a micro-batch follows from its count."""
 
     def selected(output, y):
-        each = functional.cross_entropy(output[y > 0], y[y > 0], reduction="sum")
-        return each / (y > 0).sum()
+        loss = functional.cross_entropy(output[y > 0], y[y > 0], reduction="sum")
+        return loss / (y > 0).sum()
 
     total, whole = train(selected)
     assert total == pytest.approx(whole, rel=1e-5)

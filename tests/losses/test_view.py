@@ -71,7 +71,9 @@ def test_evaluations_are_of_the_parts_the_pair_and_the_batch():
     """Samples add up for a pair of micro-batches, and tokens for a pair of slices."""
 
     def divisors(view):
-        first, second, joined = (each.terms[0].divisor for each in view.pair_evaluations())
+        first, second, joined = (
+            evaluation.terms[0].divisor for evaluation in view.pair_evaluations()
+        )
         return [first, second, view.evaluation(None).terms[0].divisor, joined]
 
     (view,) = views_of(batch_of(5, 2), 1, 0)
@@ -95,7 +97,7 @@ def test_parts_with_targets_in_common_are_a_micro_batch_and_both_of_the_pair():
     assert values == pytest.approx((one, one + other, 2 * one + other), rel=1e-5)
     (view,) = views_of(batch, 0, 0, per_sample)
     evaluations = view.with_repeated_targets().pair_evaluations()
-    assert [each.terms[0].divisor for each in evaluations] == [3.0, 5.0, 8.0]
+    assert [evaluation.terms[0].divisor for evaluation in evaluations] == [3.0, 5.0, 8.0]
 
 
 @pytest.mark.parametrize("number", [0, 1])

@@ -51,9 +51,9 @@ def cross_entropy(output, target, **options):
 def masked_mean(output, target, least=None):
     """A mean over tokens that count, as written by hand."""
     mask = (target != -100).float()
-    each = cross_entropy(output, target.clamp(0), reduction="none").view_as(mask)
+    losses = cross_entropy(output, target.clamp(0), reduction="none").view_as(mask)
     count = mask.sum() if least is None else mask.sum().clamp(min=least)
-    return (each * mask).sum() / count
+    return (losses * mask).sum() / count
 
 
 def chosen_mean(output, target):
@@ -103,11 +103,11 @@ LOSSES = {
 def plain(loss, x, y, net=None):
     """Loss and gradients of the undivided batch in plain PyTorch."""
     net = model() if net is None else net
-    found = loss(net(x), y)
-    if isinstance(found, tuple):
-        found = found[0] / found[1]
-    found.backward()
-    return float(found.detach()), {name: p.grad for name, p in net.named_parameters()}
+    value = loss(net(x), y)
+    if isinstance(value, tuple):
+        value = value[0] / value[1]
+    value.backward()
+    return float(value.detach()), {name: p.grad for name, p in net.named_parameters()}
 
 
 def pipeline(net, loss, schedule="1f1b", micro_batches=3, **options):

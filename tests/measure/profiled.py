@@ -26,6 +26,6 @@ def quick(network, example, **settings):
     return profile(network, example, **{"sizes": (2,), "repeats": 1, "device": "cpu", **settings})
 
 
-def kept(measured):
+def saved_bytes(measured):
     """Bytes per sample that each layer keeps for its backward."""
     return [layer.activation_bytes_per_sample for layer in measured]

@@ -9,7 +9,7 @@ from collections import OrderedDict
 
 import pytest
 import torch
-from tests.measure.profiled import kept, perceptron, quick
+from tests.measure.profiled import perceptron, quick, saved_bytes
 from torch import nn
 
 from penstock.errors import LayerFailed, SettingError
@@ -110,7 +110,7 @@ def test_a_parameter_that_two_layers_use_is_counted_at_the_first():
     measured = quick(nn.Sequential(shared, nn.Tanh(), shared, head), torch.ones(2, 4))
     assert [layer.parameters for layer in measured] == [20, 0, 0, 4]
     assert [layer.parameter_bytes for layer in measured] == [80, 0, 0, 16]
-    assert kept(measured) == [16, 16, 0, 16]
+    assert saved_bytes(measured) == [16, 16, 0, 16]
 
 
 def test_buffers_are_counted_apart_from_parameters():
@@ -246,7 +246,7 @@ def test_examples_may_be_nested_too():
         {"tokens": torch.ones(2, 3, dtype=torch.int64), "mask": torch.ones(2, 3) > 0},
     )
     assert measured.input_bytes_per_sample == 3 * 8 + 3
-    assert kept(measured) == [0, 12]
+    assert saved_bytes(measured) == [0, 12]
 
 
 def test_a_model_of_tokens_is_measured_from_end_to_end(split_inputs):
@@ -306,7 +306,7 @@ def test_layers_are_measured_in_training_mode_with_gradients_whatever_the_caller
     """In evaluation a dropout is free and keeps nothing; that is not what training costs."""
     with torch.no_grad():
         measured = quick(perceptron().eval(), torch.ones(2, 4))
-    assert kept(measured) == [16, 32, 32, 32]
+    assert saved_bytes(measured) == [16, 32, 32, 32]
 
 
 def test_progress_is_reported_after_every_pass():

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from tests.measure.profiled import kept, perceptron, quick
+from tests.measure.profiled import perceptron, quick, saved_bytes
 from torch import nn
 
 from penstock.measure import profiler as measuring
@@ -43,7 +43,7 @@ def test_activation_bytes_are_those_worked_out_by_hand(name):
     make, shape, expected = CHAINS[name]
     network = make()
     dtype = next((parameter.dtype for parameter in network.parameters()), torch.float32)
-    assert kept(quick(network, torch.rand(2, *shape, dtype=dtype))) == expected
+    assert saved_bytes(quick(network, torch.rand(2, *shape, dtype=dtype))) == expected
 
 
 def vgg_bytes(traced, samples):
@@ -104,7 +104,7 @@ def test_a_stage_keeps_its_input_where_that_counts_elsewhere_or_nowhere():
         nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2), nn.Identity(), nn.Tanh()),
         torch.ones(2, 4),
     )
-    assert kept(measured) == [16, 32, 0, 0, 8]
+    assert saved_bytes(measured) == [16, 32, 0, 0, 8]
     assert [layer.entry_bytes_per_sample for layer in measured] == [
         0,  # counts here: the weights' gradient needs it
         32,  # only the rank that receives it needs it

@@ -87,14 +87,14 @@ class Timer:
 @pytest.fixture
 def timers(monkeypatch):
     """Return the timers that the module makes."""
-    made = []
+    instances = []
 
     def make(*arguments):
-        made.append(Timer(*arguments))
-        return made[-1]
+        instances.append(Timer(*arguments))
+        return instances[-1]
 
     monkeypatch.setattr(export_output.threading, "Timer", make)
-    return made
+    return instances
 
 
 @pytest.mark.parametrize(("rank", "writes"), [(None, True), ("0", True), ("1", False)])
