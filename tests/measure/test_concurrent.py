@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 
 import pytest
@@ -11,7 +12,13 @@ from torch import nn
 import penstock as ps
 from penstock.cluster.device import Device
 from penstock.errors import RunError, SettingError
-from penstock.measure.device_kinds import RankSpeed, find_unlike_pair, name_by_kind
+from penstock.measure.concurrent import ConcurrentRanks
+from penstock.measure.device_kinds import (
+    RankSpeed,
+    find_unlike_pair,
+    name_by_kind,
+    refuse_unlike_pair,
+)
 
 
 def test_all_ranks_get_one_profile_of_all_layers():
@@ -81,6 +88,44 @@ def test_kinds_of_devices_are_told_by_name_and_speed(ranks, pair):
     """
     speeds = [RankSpeed(host, device, device, seconds) for host, device, seconds in ranks]
     assert find_unlike_pair(speeds) == pair
+
+
+@pytest.mark.parametrize("warns", [True, False])
+def test_equal_processors_of_a_host_that_differ_are_measured_with_a_warning(caplog, warns):
+    """Another program may use a core for long: that must not end the first run on a machine."""
+    first = RankSpeed("a", "cpu", "EPYC", 1.0)
+    ranks = [first, first._replace(seconds=3.0)]
+    assert find_unlike_pair(ranks) == (0, 1)
+    refuse_unlike_pair(ranks, (0, 1), warns=warns)
+    words = "rank 1 takes 3.00 times as long as rank 0 on an equal processor (EPYC)"
+    assert [words in text for text in caplog.messages] == [True] * warns
+    for change in ({"seconds": 3.1}, {"host": "b"}, {"device": "V100"}, {"model": "Xeon"}):
+        other = first._replace(**{"seconds": 2.0, **change})
+        with pytest.raises(SettingError, match="different kinds of devices"):
+            refuse_unlike_pair([first, other], (0, 1), warns=warns)
+
+
+def test_ranks_that_differ_in_all_rounds_are_measured_if_another_program_may_explain_it():
+    """The profile is made, and rank 0 alone gives the warning, once."""
+
+    def measured():
+        gather, messages = ConcurrentRanks.gather, []
+
+        def gather_unlike(self, value, kind):
+            if kind is RankSpeed:
+                return [value._replace(seconds=1.0), value._replace(seconds=2.0)]
+            return gather(self, value, kind)
+
+        handler = logging.Handler()
+        handler.emit = lambda record: messages.append(record.getMessage())
+        logging.getLogger("penstock").addHandler(handler)
+        layers, x = nn.Sequential(nn.Linear(2, 2), nn.Tanh()), torch.ones(2, 2)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ConcurrentRanks, "gather", gather_unlike)
+            profile = ps.profile(layers, x, sizes=(2,), repeats=1, threads=1, together=True)
+        return len(profile), sum("2.00 times as long" in message for message in messages)
+
+    assert ps.launch(measured, 2, threads=1) == [(2, 1), (2, 0)]
 
 
 def test_hosts_that_are_not_equally_fast_have_devices_of_different_names():

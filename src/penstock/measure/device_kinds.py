@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import platform
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,10 +13,16 @@ from penstock.cluster.device import Device
 from penstock.errors import SettingError
 from penstock.units import format_seconds
 
+_LOG = logging.getLogger("penstock")
+
 #: Ratios of speeds above which devices are of different kinds, between hosts and within a host.
 #: Ranks of one host share its cores, so that other programs make them differ more.
 TOLERANCE: Final = 1.25
 TOLERANCE_ON_A_HOST: Final = 1.5
+
+#: Ratio of seconds up to which equal processors of one host differ because of other programs: two
+#: of them may share the core of one rank.
+_MOST_BY_OTHER_PROGRAMS: Final = 3.0
 
 #: Differences in seconds that are noise, whatever the ratio: on a busy host of two cores, equal
 #: ranks have differed by 0.25 ms.
@@ -56,6 +63,37 @@ def find_unlike_pair(ranks: Sequence[RankSpeed]) -> tuple[int, int] | None:
         if differs or a.device != b.device:
             return (first, second) if a.seconds <= b.seconds else (second, first)
     return None
+
+
+def refuse_unlike_pair(ranks: Sequence[RankSpeed], pair: tuple[int, int], *, warns: bool) -> None:
+    """Refuse two ranks that cannot measure one profile together.
+
+    Equal processors of one host may differ because of other programs: these are measured, with a
+    warning.
+
+    Args:
+        ranks: all ranks.
+        pair: a result of `find_unlike_pair`.
+        warns: whether this rank gives the warning.
+
+    Raises:
+        SettingError: the devices are of different kinds.
+    """
+    faster, slower = (ranks[rank] for rank in pair)
+    # Host, device and model of the device.
+    is_same_kind = faster[:3] == slower[:3]
+    if not is_same_kind or slower.seconds > _MOST_BY_OTHER_PROGRAMS * faster.seconds:
+        raise unlike_devices_error(ranks, pair)
+    if warns:
+        _LOG.warning(
+            "rank %d takes %.2f times as long as rank %d on an equal processor (%s): other programs "
+            "seem to use its cores. Predictions will be too long for what it measures; measure "
+            "again when the machine is idle",
+            pair[1],
+            slower.seconds / faster.seconds,
+            pair[0],
+            slower.model,
+        )
 
 
 def unlike_devices_error(ranks: Sequence[RankSpeed], pair: tuple[int, int]) -> SettingError:

@@ -24,7 +24,7 @@ from penstock.measure.device_kinds import (
     RankSpeed,
     find_unlike_pair,
     processor_name,
-    unlike_devices_error,
+    refuse_unlike_pair,
 )
 from penstock.measure.example_samples import (
     checked_tensors,
@@ -255,7 +255,7 @@ class _ChainBenchmark:
         """Return rough seconds of forward and backward per layer; check that all ranks agree.
 
         Other programs slow a rank down temporarily: ranks that seem to differ are measured again,
-        and the minimum counts.
+        and the minimum counts. Equal processors that still differ are measured with a warning.
 
         Raises:
             SettingError: the devices of the ranks are of different kinds.
@@ -277,7 +277,8 @@ class _ChainBenchmark:
             if pair is None:
                 return least
         assert pair is not None
-        raise unlike_devices_error(ranks, pair)
+        refuse_unlike_pair(ranks, pair, warns=self.concurrent.rank == 0)
+        return least
 
     def activation_bytes(self, value: Any, size: int) -> tuple[list[int], list[int]]:
         """Return the result of `_activation_bytes` for `size` samples."""
