@@ -160,6 +160,22 @@ def test_a_window_has_the_steps_since_the_last_one():
     assert idle._pending is None
 
 
+def test_short_steps_are_sampled(monkeypatch):
+    """At most 100 in the seconds of a window: to add up the times of a step takes time."""
+    now_s = 0.0
+    clock = SimpleNamespace(monotonic=lambda: now_s)
+    monkeypatch.setattr("penstock.runtime.slow_ranks.time", clock)
+    times, _ = busy_times(1)
+    times._window_s = 400.0
+    interpreter = SimpleNamespace(stages={1: None}, clock=HostClock(), marks={})
+    for number in range(101):
+        now_s = float(number)
+        interpreter.marks = {Op.parse("1F0"): (0.0, float(number))}
+        times.step({1: interpreter})
+    # Each is added up at the next sample.
+    assert times._steps == [float(number) for number in range(0, 100, 4)]
+
+
 def _lines():
     """Train with a rank that does 200 times its work after a while; return what was logged, and
     whether the pipeline has left a thread.

@@ -152,28 +152,38 @@ def test_the_first_line_of_a_segment_belongs_to_no_slot(arena):
             assert split_place(slot.place)[1] == LINE
 
 
-def test_free_slots_are_taken_without_a_look_at_those_in_use(arena):
-    """A look reads memory that another process writes; and a loan is repaid to its owner."""
+def test_free_slots_are_taken_with_as_few_looks_at_those_in_use_as_possible(arena):
+    """A look reads memory that another process writes."""
     pool = arena.pool(1024)
     first, second, third = (arena.take(pool) for _ in range(3))
     first.free()
     second.free()
-    assert arena.take(pool) is second
-    assert pool.free == [first]
+    assert arena.take(pool) is first, "the oldest"
+    assert not pool.free, "the others were not looked at"
     third.free()
-    assert arena.take(pool) is first, "a free slot is there, so that nothing is swept"
-    small = arena.pool(512)
-    assert arena.take(small) is third
-    assert third in pool.in_use
-    assert not small.in_use
-    third.free()
+    assert arena.take(pool) is second, "the oldest again"
     second.free()
-    assert pool.sweep()
-    lent = arena.take(small)
-    assert lent in (second, third)
+    third.free()
+    # Now the oldest is in use, and all are looked at.
+    pool.in_use.rotate(-pool.in_use.index(first))
+    assert arena.take(pool) in (second, third)
     assert len(pool.free) == 1
-    other = arena.take(small)
-    assert {lent, other} == {second, third}, "the second loan needs no sweep"
+    first.free()
+    assert arena.take(pool) in (second, third), "a free slot is there, so that none is looked at"
+    assert pool.in_use[0] is first
+
+
+def test_a_slot_that_was_lent_returns_to_its_owner(arena):
+    """Pools lend free slots to those of smaller messages."""
+    pool, small = arena.pool(1024), arena.pool(512)
+    first, second = arena.take(pool), arena.take(pool)
+    first.free()
+    second.free()
+    assert {arena.take(small), arena.take(small)} == {first, second}
+    assert set(pool.in_use) == {first, second}
+    assert not small.in_use
+    second.free()
+    assert arena.take(pool) is second
 
 
 def test_a_sweep_looks_at_a_limited_number_and_goes_on_where_it_stopped():
@@ -182,13 +192,11 @@ def test_a_sweep_looks_at_a_limited_number_and_goes_on_where_it_stopped():
     slots = [SimpleNamespace(words=[1], state=0) for _ in range(40)]
     pool.in_use.extend(slots)
     slots[20].words[0] = slots[38].words[0] = 0
-    assert not pool.sweep()
+    assert pool.take_free() is None
     assert list(pool.in_use) == slots[16:] + slots[:16]
-    assert pool.sweep()
-    assert pool.free == [slots[20]]
-    pool.free.clear()
-    assert pool.sweep()
-    assert pool.free == [slots[38]]
+    assert pool.take_free() is slots[20]
+    assert pool.take_free() is slots[38]
+    assert pool.free == []
     assert set(map(id, pool.in_use)) == {id(slot) for slot in slots if slot.words[0]}
 
 

@@ -36,9 +36,9 @@ def mean_loss(world: World, schedule: Schedule, batch: Batch) -> Tensor:
         return _on_device(world, loss_and_check[0])
     last_rank = last_ranks[0]
     if last_rank not in world.local_ranks:
-        loss_and_check = world.hear(last_rank, 2)()
-        world.calls.verify(last_rank, float(loss_and_check[1]), batch)
-        return _on_device(world, loss_and_check[0])
+        loss, check = world.hear(last_rank, 2)().unbind()
+        world.calls.verify(last_rank, check.item(), batch)
+        return _on_device(world, loss)
     total = sum_of_local(batch)
     message = torch.tensor([float(total), batch.checksum()], dtype=torch.float64)
     world.run(lambda _: world.tell(message))

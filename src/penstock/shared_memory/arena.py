@@ -83,17 +83,26 @@ class Pool:
         self.free: list[Slot] = []
         self.in_use: deque[Slot] = deque()
 
-    def sweep(self) -> bool:
-        """Collect slots that the receiver has freed, oldest first. Returns whether any slot is
-        free.
-        """
+    def take_free(self) -> Slot | None:
+        """Return a slot that is not in use; None if there is none."""
+        if self.free:
+            return self.free.pop()
+        in_use = self.in_use
+        # Messages are read in order as a rule, so that the oldest slot is the first to be free. To
+        # look at one more takes as long as all else here: the receiver's core has just written it.
+        if in_use and not in_use[0].words[in_use[0].state]:
+            return in_use.popleft()
+        self._sweep()
+        return self.free.pop() if self.free else None
+
+    def _sweep(self) -> None:
+        """Collect slots that the receiver has freed, oldest first."""
         for _ in range(min(len(self.in_use), _MAX_SWEEP)):
             slot = self.in_use.popleft()
             if slot.words[slot.state]:
                 self.in_use.append(slot)
             else:
                 self.free.append(slot)
-        return bool(self.free)
 
 
 class Arena:
@@ -126,10 +135,7 @@ class Arena:
         Raises:
             OutOfSharedMemory: there is no memory for another slot.
         """
-        if pool.free or pool.sweep():
-            slot = pool.free.pop()
-        else:
-            slot = self._borrow(pool) or self._add_slot(pool)
+        slot = pool.take_free() or self._borrow(pool) or self._add_slot(pool)
         slot.words[slot.state] = 1
         owner = slot.pool
         assert owner is not None
@@ -154,10 +160,11 @@ class Arena:
         if pool.exclusive:
             return None
         for size in self._sizes:
-            if pool.nbytes < size <= 4 * pool.nbytes:
-                lender = self._pools[size]
-                if lender.free or lender.sweep():
-                    return lender.free.pop()
+            if not pool.nbytes < size <= 4 * pool.nbytes:
+                continue
+            slot = self._pools[size].take_free()
+            if slot is not None:
+                return slot
         return None
 
     def _add_slot(self, pool: Pool) -> Slot:

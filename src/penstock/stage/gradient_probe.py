@@ -31,9 +31,9 @@ class GradientProbe:
         self._parameter = parameter
         self._grad: Tensor | None = None
         self._address = 0
-        # The gradient's memory, and as many ones.
+        # The gradient's memory if NumPy is used, and as many ones.
         self._elements: NDArray[np.floating] | None = None
-        self._ones: NDArray[np.floating] | None = None
+        self._ones: NDArray[np.floating] = np.ones(0)
 
     def total(self) -> float | Tensor | None:
         """Return the sum: a number on the CPU, where it may be complex, else a tensor.
@@ -41,14 +41,16 @@ class GradientProbe:
         Returns None without a gradient, and for a sparse one.
         """
         grad = self._parameter.grad
-        if grad is None or grad.is_sparse:
+        if grad is None:
             return None
         # An optimizer that sets gradients to None, or a hook, replaces the tensor or its memory.
         if grad is not self._grad or grad.data_ptr() != self._address:
             self._attach(grad)
-        if self._elements is not None and self._ones is not None:
+        if self._elements is not None:
             number: float = self._elements.dot(self._ones)
             return number
+        if grad.is_sparse:
+            return None
         total = local_part(grad).sum()
         return total.item() if total.is_cpu else total
 
@@ -58,6 +60,7 @@ class GradientProbe:
         suited = (
             type(grad) is Tensor
             and grad.is_cpu
+            and grad.layout is torch.strided
             and not grad.requires_grad
             and grad.dtype in _NUMPY_DTYPES
             and grad.numel() <= _MAX_NUMPY
@@ -67,7 +70,7 @@ class GradientProbe:
             return
         self._grad, self._address = grad, grad.data_ptr()
         self._elements = grad.numpy().reshape(-1)
-        if self._ones is None or self._ones.dtype != self._elements.dtype:
+        if self._ones.dtype != self._elements.dtype or self._ones.size != self._elements.size:
             self._ones = np.ones_like(self._elements)
 
     def release(self) -> None:

@@ -97,7 +97,20 @@ class _Arrival:
 
     def wait(self) -> Payload:
         """See `Arrival.wait`."""
-        return self._transport.take(self._peer, self._message)
+        transport, peer = self._transport, self._peer
+        if transport._lost:
+            raise TransportLost("the run was stopped")
+        sender, name = transport._peers[peer], _name(self._message)
+        queue = sender.incoming
+        try:
+            if name not in queue.pending and not (queue.poll() and name in queue.pending):
+                transport._wait_for(queue, peer, name)
+            return queue.take(name)
+        except OSError as error:
+            raise TransportLost(
+                f"cannot open the memory of rank {peer} (process {sender.pid}), which has ended: "
+                f"{error}"
+            ) from error
 
 
 class SameHostTransport:
@@ -189,22 +202,6 @@ class SameHostTransport:
         """See `Transport.post`. Nothing needs to be done before the wait."""
         del signature
         return _Arrival(self, peer, message)
-
-    def take(self, peer: int, message: Message) -> Payload:
-        """Wait for a message and copy it out. Raises as `Arrival.wait`."""
-        if self._lost:
-            raise TransportLost("the run was stopped")
-        sender, name = self._peers[peer], _name(message)
-        queue = sender.incoming
-        try:
-            if name not in queue.pending and not (queue.poll() and name in queue.pending):
-                self._wait_for(queue, peer, name)
-            return queue.take(name)
-        except OSError as error:
-            raise TransportLost(
-                f"cannot open the memory of rank {peer} (process {sender.pid}), which has ended: "
-                f"{error}"
-            ) from error
 
     def release(self, before: int) -> None:
         """See `Transport.release`. Nothing to do: messages are copied when sent, and receivers free
