@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -277,3 +278,90 @@ def test_on_a_device_checks_are_left_there_and_read_in_time(policy, deferring, s
             assert message == start + advice
             assert (report is None) == (policy == "raise")
     assert checks.reads == (0 if streaming or deferring else 1)
+
+
+def test_stages_of_a_rank_are_checked_apart():
+    """A rank may hold several stages, whose updates come one after the other."""
+    layers = [nn.Linear(2, 1, bias=False) for _ in range(2)]
+    stages = [stage_of(layer, index=index) for index, layer in enumerate(layers)]
+    check = check_of()
+    for number in range(2):
+        for stage, layer in zip(stages, layers, strict=True):
+            layer.weight.grad = torch.full((1, 2), INF if number == stage.index else 1.0)
+            check.after_backward(stage, batch_with(), number)
+    for stage, layer in zip(stages, layers, strict=True):
+        layer.weight.grad[:] = INF
+        with pytest.raises(NonFinite, match=f"from micro-batch {stage.index} on") as caught:
+            check.before_update(stage, f"{stage.index}U1")
+        assert caught.value.stage == stage.index
+
+
+def test_a_parameter_without_a_gradient_hides_no_other_one():
+    """A branch of the layer may not have run."""
+    layer = nn.Linear(2, 1)
+    layer.bias.grad = torch.full((1,), NAN)
+    with pytest.raises(NonFinite, match=r"the gradient of l0\.bias is not finite"):
+        check_with_step(stage_of(layer)).before_update(stage_of(layer), "4U1")
+
+
+def check_with_step(stage):
+    """Return a check of a stage in a batch of training, without a probed backward."""
+    check = check_of()
+    check.after_loss(stage, batch_with(), 0, "4F0")
+    return check
+
+
+def device_check(policy="warn"):
+    """Return a stage on a device, with one weight, and its check."""
+    stage = stage_of(nn.Linear(2, 1, bias=False))
+    stage.device = SimpleNamespace(type="device")
+    return stage, check_of(policy)
+
+
+@pytest.mark.parametrize("ends_by", ["update", "reset"])
+def test_a_device_reports_a_loss_and_a_probe_once(ends_by):
+    """The next update begins without those of the last one, and so does one after a skipped step."""
+    stage, check = device_check()
+    batch = batch_with()
+    batch.losses = {0: on_device(NAN)}
+    check.after_loss(stage, batch, 0, "4F0")
+    stage.update.parameters[0].grad = torch.ones(1, 2).as_subclass(OnDevice)
+    check.after_backward(stage, batch, 0)
+    if ends_by == "update":
+        check.before_update(stage, "4U1")
+        assert len(stage.runner.checks.added) == 3
+        stage.runner.checks.added.clear()
+    else:
+        check.reset()
+    check.before_update(stage, "4U1")
+    ((failed, message, _),) = stage.runner.checks.added
+    assert not failed
+    assert message.startswith("rank 2 (stage 4): a gradient of stage 4")
+
+
+@pytest.mark.parametrize(
+    ("values", "failed"), [([3e38, 3e38], False), ([1.0, NAN], True), ([-INF, 1.0], True)]
+)
+@pytest.mark.parametrize("borrowed", [False, True])
+def test_a_device_checks_the_largest_element_of_all_gradients(values, failed, borrowed):
+    """Those of borrowed parameters too; large finite gradients are no error."""
+    stage, check = device_check()
+    (weight,) = stage.update.parameters
+    weight.grad = torch.tensor([values]).as_subclass(OnDevice)
+    if borrowed:
+        stage.update.parameters, stage.update.borrowed = [], [weight]
+    check.after_loss(stage, batch_with(), 0, "4F0")
+    check.before_update(stage, "4U1")
+    assert [entry[0] for entry in stage.runner.checks.added] == [failed]
+
+
+def test_a_gradient_is_not_kept_alive_by_its_probe_after_the_update():
+    """An optimizer sets it to None, which must free its memory."""
+    layer = nn.Linear(2, 1, bias=False)
+    stage, check = stage_of(layer), check_of()
+    layer.weight.grad = torch.ones(1, 2)
+    check.after_backward(stage, batch_with(), 0)
+    check.before_update(stage, "4U1")
+    gradient = weakref.ref(layer.weight.grad)
+    layer.weight.grad = None
+    assert gradient() is None

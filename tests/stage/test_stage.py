@@ -396,3 +396,14 @@ def test_every_backward_runs_with_the_random_numbers_of_its_micro_batch():
     first.backward(batch, 0, grads)
     assert calls[2:] == [(3, 3, False), (3, 0, False)]
     assert gradients_inside == [1, 0, 1, 1]
+
+
+def test_weights_of_losses_are_counted_before_the_first_forward_if_possible():
+    """On the last stage, while its input is on its way: of a batch of one micro-batch at once."""
+    (first, last), _ = make_stages([nn.Linear(4, 4), nn.Linear(4, 4)])
+    x = torch.randn(5, 4)
+    batch = make_batch(x, x, 1, step=0, training=True)
+    first.prepare(batch)
+    assert batch.loss_weights is None, "this stage has no loss"
+    last.prepare(batch)
+    assert batch.loss_weights == [1.0]

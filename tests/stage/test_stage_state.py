@@ -56,6 +56,8 @@ def test_a_state_is_loaded_completely_or_not_at_all():
         SettingError, match=r"fc3\.weight has shape \(2,\) in the state and \(16, 16\) in the model"
     ):
         pipe.load_state_dict({**values, "fc3.weight": torch.zeros(2)})
+    with pytest.raises(SettingError, match=r"fc3\.weight has shape \(256,\) in the state and"):
+        pipe.load_state_dict({**values, "fc3.weight": values["fc3.weight"].flatten()})
     assert differences(pipe.state_dict(), before) == []
     pipe.load_state_dict(values)
     assert differences(pipe.state_dict(), values) == []
@@ -228,3 +230,17 @@ def test_replicas_gather_shared_tensors_with_the_home_which_alone_sends_them(mon
         assert list(state) == ["0.weight", "0.bias", "1.weight", "1.bias"]
         homes = [stage.layers[0].module for stage in placed.local[:2]]
         assert [state[f"{n}.weight"] is module.weight for n, module in enumerate(homes)]
+
+
+def test_gradients_that_are_missing_are_zeros_of_the_dtype_of_their_parameter():
+    """As those that exist are; the first batch of a model in double precision included."""
+    pipe = ps.Pipeline(
+        nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double(),
+        loss=nn.functional.mse_loss,
+        balance=[1, 1],
+        executor="threads",
+        device="cpu",
+    )
+    grads = collect_grads(pipe._world, pipe._assembly.placed)
+    assert list(grads) == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    assert {grad.dtype for grad in grads.values()} == {torch.float64}

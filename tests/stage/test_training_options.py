@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from functools import partial
 from types import SimpleNamespace
 
@@ -13,6 +14,7 @@ from torch import nn
 
 import penstock as ps
 from penstock.errors import ScheduleError, SettingError
+from penstock.losses.stage_loss import LossOptions
 from penstock.modules.deferred_batch_norm import DeferredBatchNorm
 from penstock.stage.training_options import TrainingOptions, parse_options
 from penstock.tracing.traced_chain import chain
@@ -183,11 +185,16 @@ def test_options_that_make_sense_are_taken(options):
         ({"clip_grad_norm": float("nan")}, "clip_grad_norm is the maximum norm"),
         ({"clip_grad_value": -1.0}, "clip_grad_value is the largest absolute value"),
         ({"clip_grad_value": 0.0}, "clip_grad_value is the largest absolute value"),
+        ({"clip_grad_value": float("nan")}, "clip_grad_value is the largest absolute value"),
         (
             {"clip_grad_value": 1.0, "clip_grad_norm": 2.0},
             "clip_grad_norm=2.0 and clip_grad_value=1.0: give one of them",
         ),
         ({"clip_norm_type": 1.0}, "clip_norm_type=1.0 is an option of clip_grad_norm="),
+        (
+            {"clip_norm_type": 1.0, "clip_grad_value": 1.0},
+            "clip_norm_type=1.0 is an option of clip_grad_norm=",
+        ),
         (
             {"clip_norm_type": float("nan"), "clip_grad_norm": 1.0},
             "clip_norm_type is the order of the norm",
@@ -215,6 +222,10 @@ def test_options_that_make_sense_are_taken(options):
             "parameter_groups is an option of the update, and this pipeline has no optimizer",
         ),
         ({"steps": False, "accumulate": 2}, "accumulate is an option of the update"),
+        (
+            {"steps": False, "clip_grad_norm": 1.0, "parameter_groups": len},
+            "clip_grad_norm is an option of the update",
+        ),
         ({"loss": 3}, "loss must be a function of output and target, not 3"),
         ({"loss": partial(MSE, reduction="none")}, "the loss has reduction='none'"),
         ({"loss": partial(partial(MSE, reduction="none"))}, "the loss has reduction='none'"),
@@ -222,6 +233,7 @@ def test_options_that_make_sense_are_taken(options):
         ({"loss": nn.MSELoss(reduction="none")}, "the loss has reduction='none'"),
         ({"loss": partial(nn.MSELoss(reduction="none"))}, "the loss has reduction='none'"),
         ({"loss_weight": 3}, "loss_weight must be a function from the targets"),
+        ({"loss_weight": 0}, "loss_weight must be a function from the targets"),
         ({"loss_on": "sample"}, "loss_on must be 'micro_batch' or 'batch', not 'sample'"),
         (
             {"loss_on": "batch", "loss_weight": len, "schedule": "gpipe"},
@@ -264,3 +276,46 @@ def test_options_of_the_compiler_are_those_that_are_given(given, expected):
         TypeError, match=r"unexpected keyword argument 'clip'; its options of train"
     ):
         parse_options({"zero": 1, "clip": 2})
+
+
+def test_arguments_are_parsed_without_a_change_to_them():
+    """A caller may construct several pipelines from one dictionary."""
+    arguments = {"autocast": torch.float16, "zero": 1}
+    options = parse_options(arguments)
+    assert (options.autocast, options.autocast_dtype) == ("float16", torch.float16)
+    assert arguments == {"autocast": torch.float16, "zero": 1}
+
+
+def test_the_loss_is_divided_by_the_weight_and_the_place_that_are_given():
+    """Both reach the last stage; by default a loss is computed on each micro-batch."""
+    assert TrainingOptions().loss_options == LossOptions(None, "micro_batch")
+    assert TrainingOptions(loss_weight=len).loss_options == LossOptions(len, "micro_batch")
+    assert TrainingOptions(loss_on="batch").loss_options == LossOptions(None, "batch")
+
+
+@pytest.mark.parametrize(
+    ("compilation", "device", "installed", "is_refused"),
+    [
+        (True, "cpu", [], True),
+        ({}, "cpu", [], True),
+        ({"backend": "inductor"}, "cpu", [], True),
+        ({"mode": "max-autotune"}, "cpu", ["g++"], True),
+        (True, "cpu", ["c++17"], False),
+        (True, "cpu", ["clang++"], False),
+        (True, "meta", [], False),
+        ({"backend": "aot_eager"}, "cpu", [], False),
+        (False, "cpu", [], False),
+    ],
+)
+def test_a_missing_compiler_is_reported_before_the_first_batch(
+    compilation, device, installed, is_refused, monkeypatch
+):
+    """On a CPU alone, and only for the backend that generates C++; CXX names the compiler."""
+    monkeypatch.setenv("CXX", "c++17")
+    monkeypatch.setattr(shutil, "which", lambda name: name if name in installed else None)
+    options = TrainingOptions(compile=compilation)
+    if not is_refused:
+        options.check_compiler(torch.device(device))
+        return
+    with pytest.raises(SettingError, match=r"there is no compiler 'c\+\+17' here"):
+        options.check_compiler(torch.device(device))
