@@ -160,3 +160,53 @@ def test_a_tensor_that_several_nodes_save_is_moved_once():
     result.backward()
     assert x.grad.isfinite().all()
     assert saved_by(lambda: None)[1].take_out().shape == (0,)
+
+
+def test_views_of_weights_and_sparse_tensors_stay_in_the_graph():
+    """A part of a weight would be moved as often as it is used; sparse tensors have no one memory."""
+    weight = nn.Parameter(torch.ones(4, 3))
+    saved = Saved(frozenset([weight.untyped_storage().data_ptr()]))
+    for tensor in (weight[2:], weight.t(), torch.eye(3).to_sparse()):
+        packed = saved._put(tensor)
+        assert saved._get(packed).shape == tensor.shape
+    assert saved._tensors == []
+    with torch.no_grad():
+        packed = saved._put(weight[1:])
+        weight.add_(1)
+    with pytest.raises(RuntimeError, match="changed in place after the forward had saved it"):
+        saved._get(packed)
+
+
+def test_one_memory_under_two_dtypes_is_moved_as_two_tensors():
+    """Each comes back with its dtype."""
+    tensor = torch.tensor([1.0, -2.0])
+    saved = Saved(frozenset())
+    numbers = [saved._put(view) for view in (tensor, tensor.view(torch.int32), tensor)]
+    assert numbers[0] == numbers[2]
+    saved.put_back(saved.take_out())
+    assert saved._get(numbers[0]).tolist() == [1.0, -2.0]
+    assert saved._get(numbers[1]).dtype == torch.int32
+
+
+def test_loaded_tensors_may_be_changed_and_that_is_noticed():
+    """The versions that count from then on are those of the loaded tensors."""
+    tensor = torch.ones(3)
+    tensor.add_(1)
+    saved = Saved(frozenset())
+    number = saved._put(tensor)
+    saved.put_back(saved.take_out())
+    loaded = saved._get(number)
+    assert loaded.tolist() == [2.0] * 3
+    loaded.add_(1)
+    with pytest.raises(RuntimeError, match=r"is at version (\d+); expected version (\d+)") as caught:
+        saved._get(number)
+    assert caught.value.version == caught.value.expected + 1
+
+
+def test_a_graph_that_saves_a_sparse_matrix_can_be_evicted():
+    """The matrix stays on the rank, and the other tensors are moved."""
+    matrix, x = torch.eye(3).to_sparse(), torch.ones(3, 2, requires_grad=True)
+    result, saved = saved_by(lambda value: torch.sparse.mm(matrix, value).exp().sum(), x)
+    saved.put_back(saved.take_out())
+    result.backward()
+    torch.testing.assert_close(x.grad, torch.ones(3, 2).exp())

@@ -87,8 +87,8 @@ class Saved:
     def _put(self, tensor: Tensor) -> int | SavedVersion:
         """Pack a tensor for autograd: store it and return its number; keep weights in the graph."""
         if (
-            tensor.untyped_storage().data_ptr() in self.weights
-            or tensor.layout is not torch.strided
+            tensor.layout is not torch.strided  # first: such tensors have no storage
+            or tensor.untyped_storage().data_ptr() in self.weights
         ):
             return SavedVersion(tensor, holds=True)
         # Several nodes may save the same tensor; it is stored, and moved, once.
