@@ -198,7 +198,9 @@ def test_loaded_tensors_may_be_changed_and_that_is_noticed():
     loaded = saved._get(number)
     assert loaded.tolist() == [2.0] * 3
     loaded.add_(1)
-    with pytest.raises(RuntimeError, match=r"is at version (\d+); expected version (\d+)") as caught:
+    with pytest.raises(
+        RuntimeError, match=r"is at version (\d+); expected version (\d+)"
+    ) as caught:
         saved._get(number)
     assert caught.value.version == caught.value.expected + 1
 

@@ -329,3 +329,30 @@ def test_the_fast_path_builds_a_graph_in_mixed_precision_if_requested(mixed, out
         assert saved.leaf.grad.tolist() == [2.0, 2.0]
     assert checked == [(4.0, [2.0, 2.0])] * 3
     assert dtypes == [torch.bfloat16 if mixed else torch.float32] * 7
+
+
+class Detached(nn.Module):
+    """A layer whose output has no graph."""
+
+    def forward(self, x):
+        """Double the values of the input."""
+        return 2 * x.detach()
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_an_input_that_no_output_depends_on_gets_no_gradient(split):
+    """The stage before waits for one entry per tensor that it has sent: None, on either path."""
+    stage = Stage(1, StageLayers([StageLayer(0, "0", Detached())], CPU, 0), Update.make([], None))
+    x = torch.ones(3, 4)
+    for step in range(4):
+        batch = make_batch(x, x, 1, step=step, training=True)
+        output = stage.forward(batch, 0, Payload("", (x.clone(),), (True,)))
+        assert output.wants_grad == (False,)
+        if split and step:
+            returned = stage.input_grad(batch, 0, Payload.flat([]))
+            stage.weight_grad(batch, 0)
+        else:
+            returned = stage.backward(batch, 0, Payload.flat([]))
+        assert returned.leaves == (None,)
+        assert stage.activation_meter.now == 0
+    assert stage._fast_path.bytes_by_form
