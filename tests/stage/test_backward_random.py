@@ -176,3 +176,66 @@ def test_compiled_backwards_are_watched_if_a_forward_has_drawn():
     assert not draws.watches_backward
     forward(draws, parts, batch_of(0), 0, torch.ones(3))
     assert draws.watches_backward
+
+
+def test_all_backwards_of_the_batch_are_watched_in_which_a_layer_first_draws():
+    """Code that draws in its forward may draw in some of its backwards alone."""
+    draws, parts = draws_of(Sometimes())
+    for step in range(2):
+        forward(draws, parts, batch_of(step, count=1), 0, torch.ones(3))
+        with draws.backward(Place(batch_of(step, count=1), 0)):
+            pass
+    parts[0].module.draws_now.append(1)
+    batch = batch_of(3, count=3)
+    for number in range(3):
+        forward(draws, parts, batch, number, torch.ones(3))
+    for number in range(3):
+        assert draws.watches_backward, number
+        with draws.backward(Place(batch, number)):
+            pass
+    assert not draws.watches_backward
+
+
+class Sometimes(nn.Module):
+    """A layer that draws after something was appended to its list."""
+
+    def __init__(self):
+        super().__init__()
+        self.draws_now = []
+
+    def forward(self, x):
+        """Add random numbers, if it draws."""
+        return x + torch.rand(3) if self.draws_now else x * 1
+
+
+def test_backwards_are_watched_that_restore_the_generators_after_their_draws():
+    """As torch.utils.checkpoint does: other threads must not see the states in between."""
+    draws, parts = draws_of(Quiet())
+    for step in range(4):
+        batch = batch_of(step, count=1)
+        forward(draws, parts, batch, 0, torch.ones(3))
+        assert draws.watches_backward
+        with draws.backward(Place(batch, 0)), torch.random.fork_rng():
+            torch.rand(1)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_graph_seeds_no_generators_outside_of_the_backward_of_its_stage(fails):
+    """Its user may traverse it again; the generators are the user's then, also after an error."""
+    draws, parts = draws_of(Noise(), Noise())
+    batch = batch_of(0)
+    leaves = [torch.ones(3, requires_grad=True) for _ in range(2)]
+    outputs = [forward(draws, parts, batch, n, leaf) for n, leaf in enumerate(leaves)]
+    try:
+        with draws.backward(Place(batch, 0)):
+            outputs[0].sum().backward()
+            if fails:
+                raise KeyError
+    except KeyError:
+        assert fails
+    torch.manual_seed(5)
+    random.seed(5)
+    states = torch.get_rng_state(), random.getstate()
+    outputs[1].sum().backward()
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert random.getstate() == states[1]

@@ -307,7 +307,7 @@ def test_gradients_between_hosts_are_summed_in_buckets(monkeypatch):
 @pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "sparse"])
 def test_early_sums_leave_out_stages_that_are_frozen_or_have_sparse_gradients(monkeypatch, frozen):
     """Flat memory has a fixed size; a stage without gradients has nothing to sum."""
-    module = Table().requires_grad_(requires_grad=not frozen)
+    module = nn.Linear(2, 2).requires_grad_(requires_grad=False) if frozen else Table()
     buckets = Stub(5)
     group, memory = stubbed_group(monkeypatch, module, areas=("memory",) * 2, buckets=buckets)
     group.watch()

@@ -4,6 +4,8 @@ code may draw, as it is at the beginning of a batch.
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 from tests.stage.drawing_layers import (
@@ -12,6 +14,8 @@ from tests.stage.drawing_layers import (
     batch_of,
     draws_of,
     forward,
+    host_number,
+    python_number,
     seeded,
 )
 from torch import nn
@@ -181,38 +185,46 @@ def test_a_layer_that_has_drawn_once_is_seeded_ever_after():
 
 
 class Drawing(torch.Tensor):
-    """A tensor whose functions draw."""
+    """A tensor whose functions draw from torch's generator."""
+
+    draw = staticmethod(lambda: torch.rand(3))
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
         """Add a random number to what the function returns."""
         values = [arg.as_subclass(torch.Tensor) if type(arg) is cls else arg for arg in args]
-        return function(*values, **(kwargs or {})) + torch.rand(3)
+        return function(*values, **(kwargs or {})) + cls.draw()
 
 
-def test_a_layer_that_was_seen_to_draw_is_seeded_although_its_code_draws_nothing():
-    """The proof assumes plain tensors. It is so also after other layers have changed."""
+class DrawingOnHost(Drawing):
+    """A tensor whose functions draw from Python's generator."""
+
+    draw = staticmethod(python_number)
+
+
+@pytest.mark.parametrize(("kind", "seeds"), [(Drawing, seeded), (DrawingOnHost, host_number)])
+def test_a_layer_that_was_seen_to_draw_is_seeded_although_its_code_draws_nothing(kind, seeds):
+    """The proof assumes plain tensors. It is so also after other layers have changed. Batch 3 after
+    the first and after a change is not observed.
+    """
     dropout = nn.Dropout(0.0).eval()
     draws, parts = draws_of(Quiet(), dropout)
 
     def trained(step, value):
-        torch.manual_seed(step)
         batch = batch_of(step, count=1)
         draws.begin(batch)
         with draws.running():
             return draws.call(parts[0], Place(batch, 0), parts[0].module, value)
 
-    plain, drawing = torch.zeros(3), torch.zeros(3).as_subclass(Drawing)
-    for changes in (False, True):
-        first = 4 * changes
-        if changes:
-            dropout.p = 0.5
-        else:
-            trained(0, drawing)
-        for step in (first + 1, first + 2):
-            trained(step, plain)
-        expected = seeded(lambda: torch.rand(3), first + 3, 0, 0)
-        assert torch.equal(trained(first + 3, drawing), expected)
+    plain, drawing = torch.zeros(3), torch.zeros(3).as_subclass(kind)
+    for first in (0, 4):
+        trained(first, plain if first else drawing)
+        trained(first + 1, plain)
+        expected = torch.zeros(3) + seeds(kind.draw, first + 2, 0, 0)
+        torch.manual_seed(first)
+        random.seed(first)
+        assert torch.equal(trained(first + 2, drawing), expected)
+        dropout.p = 0.5
 
 
 def test_layers_that_are_compiled_as_one_function_must_not_begin_to_draw():

@@ -25,7 +25,9 @@ SHAPE = (6, 8, 4)
 
 
 class Running(nn.Module):
-    """A sum over the tokens so far, of which the last is passed on beside the number of tokens."""
+    """A sum over the tokens so far, of which the last is passed on beside the number of tokens and
+    a tensor without a gradient.
+    """
 
     def __init__(self):
         super().__init__()
@@ -40,7 +42,8 @@ class Running(nn.Module):
         self.states.append(weakref.ref(last))
         if past is not None:
             self.states.append(weakref.ref(total))
-        return sums.sin(), {"total": last, "count": count + value.shape[1]}
+        positive = (last.detach() > 0).float()
+        return sums.sin(), {"positive": positive, "total": last, "count": count + value.shape[1]}
 
 
 class Careless(Running):
@@ -136,7 +139,10 @@ def test_gradients_are_those_of_the_slices_in_one_graph(recompute, split):
 
 @pytest.mark.parametrize(
     ("kind", "text"),
-    [(Careless, "other values"), (Detaching, "of which 0 want a gradient, and the first time 1")],
+    [
+        (Careless, "other values"),
+        (Detaching, "of which 0 want a gradient, and the first time 2, of which 1"),
+    ],
 )
 def test_a_recompute_that_passes_on_another_state_is_refused(kind, text):
     """The next slice has used the first one; the output alone may be equal."""
