@@ -268,12 +268,16 @@ def test_with_zero_thawed_parameters_are_divided_and_those_of_other_stages_are_n
 
 
 def test_divided_sums_have_a_name_of_their_own():
-    """Links know the form of a message by its name, and these have another one."""
+    """Links know the form of a message by its name, and these have another one; so has a sum after
+    parameters have been thawed.
+    """
     names = []
-    for updates in (False, True):
+    for updates, frozen in ((False, False), (True, False), (True, True)):
         modules = [Weights() for _ in range(2)]
+        for module in modules:
+            module.weights[0].requires_grad_(requires_grad=not frozen)
         all_reduce(groups_of(modules, optimizer=sgd, zero=1), updates=updates)
         number = UpdateMessage.GRADIENTS
         names.append({name for *_, message, name in SENT if message.micro_batch == number})
     assert all(len(some) == 1 for some in names)
-    assert names[0].isdisjoint(names[1])
+    assert len(set.union(*names)) == 3

@@ -16,6 +16,7 @@ from torch import nn
 import penstock as ps
 from penstock.stage import replicas as replicas_module
 from penstock.stage.replicas import WaveReplicaExchange, rows_of
+from penstock.transport.update_messages import UpdateMessage
 
 #: Two pipelines of two stages in opposite directions.
 BOTH_WAYS = """rank 0 | 0F0 1F1 1B1 0F2 1F3 1B3 0B0 0B2 0U1 1U1
@@ -345,6 +346,8 @@ def test_weights_and_buffers_of_the_first_replica_are_copied_to_all_others():
         group.guard = lambda rank, action: waits.append(rank) or action()
     groups[0].share_weights()
     assert {(sender, peer) for sender, peer, *_ in SENT} == {(1, 3), (1, 5)}
+    # Not the name of buffers, which are sent alone later: links know forms of messages by name.
+    assert {name for *_, name in SENT} == {UpdateMessage.WEIGHTS.name}
     for weight in modules[0].weights:
         weight.data.zero_()
     for group in groups[1:]:
