@@ -6,11 +6,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tests.stage.test_stage import make_stages, train
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import penstock as ps
+from penstock.batches.batch import make_batch
 from penstock.errors import RunError
-from penstock.modules.recomputing import is_recomputing
+from penstock.modules.recomputing import is_checkpointing, is_recomputing
+from penstock.schedule.recompute import Recompute
 from penstock.stage.second_forward import SecondForwards
 
 
@@ -121,3 +125,57 @@ def test_a_comparison_is_read_later_where_the_host_must_not_wait(deferring):
     ((failed, text),) = added
     assert bool(failed)
     assert text.startswith(f"{place} other values")
+
+
+class Asking(nn.Module):
+    """A layer that notes whether its forward will be recomputed, and whether it is a second one."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.answers = nn.Linear(4, 4), []
+
+    def forward(self, x):
+        """Note both."""
+        self.answers.append((is_checkpointing(), is_recomputing()))
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("recompute", [Recompute.NEVER, Recompute.ALWAYS])
+def test_layers_can_ask_whether_their_forward_is_recomputed(recompute):
+    """A layer with side effects has them once; nothing is recomputed in an evaluation."""
+    stages, _ = make_stages([Asking(), nn.Tanh()], recompute=recompute)
+    x = torch.randn(4, 4)
+    for step in range(2):
+        train(stages, make_batch(x, x, 2, step=step, training=True), split=False, evicts=False)
+    is_repeated = recompute is Recompute.ALWAYS
+    batch_answers = [(is_repeated, False)] * 2 + [(False, True)] * 2 * is_repeated
+    assert stages[0].layers[0].module.answers == batch_answers * 2
+    stages[0].layers[0].module.answers.clear()
+    stages[0].forward(make_batch(x, x, 2, step=2, training=False), 0, None)
+    assert stages[0].layers[0].module.answers == [(False, False)]
+
+
+class Checkpointed(nn.Module):
+    """A layer that runs its forward again in its backward, by torch's own function."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = Asking()
+
+    def forward(self, x):
+        """Run the layer inside."""
+        return checkpoint(self.inner, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_a_layer_that_recomputes_by_itself_knows_it_in_all_backwards(split):
+    """Whole or in two parts, with and without the fast path."""
+    stages, _ = make_stages([Checkpointed(), nn.Tanh()])
+    x = torch.randn(4, 4)
+    answers = stages[0].layers[0].module.inner.answers
+    for step in range(4):
+        train(stages, make_batch(x, x, 2, step=step, training=True), split=split, evicts=False)
+        assert answers[:2] == [(False, False)] * 2
+        assert len(answers) > 3
+        assert set(answers[2:]) == {(False, True)}
+        answers.clear()

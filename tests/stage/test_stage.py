@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from penstock.batches.batch import make_batch
-from penstock.modules.recomputing import is_checkpointing, is_recomputing
 from penstock.optim.update import Update
 from penstock.schedule.recompute import Recompute
 from penstock.stage.activation_meter import ActivationMeter
@@ -408,31 +407,3 @@ def test_weights_of_losses_are_counted_before_the_first_forward_if_possible():
     assert batch.loss_weights is None, "this stage has no loss"
     last.prepare(batch)
     assert batch.loss_weights == [1.0]
-
-
-class Asking(nn.Module):
-    """A layer that notes whether its forward will be recomputed, and whether it is a second one."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear, self.answers = nn.Linear(4, 4), []
-
-    def forward(self, x):
-        """Note both."""
-        self.answers.append((is_checkpointing(), is_recomputing()))
-        return self.linear(x)
-
-
-@pytest.mark.parametrize("recompute", [Recompute.NEVER, Recompute.ALWAYS])
-def test_layers_can_ask_whether_their_forward_is_recomputed(recompute):
-    """A layer with side effects has them once; nothing is recomputed in an evaluation."""
-    stages, _ = make_stages([Asking(), nn.Tanh()], recompute=recompute)
-    x = torch.randn(4, 4)
-    for step in range(2):
-        train(stages, make_batch(x, x, 2, step=step, training=True), split=False, evicts=False)
-    is_repeated = recompute is Recompute.ALWAYS
-    batch_answers = [(is_repeated, False)] * 2 + [(False, True)] * 2 * is_repeated
-    assert stages[0].layers[0].module.answers == batch_answers * 2
-    stages[0].layers[0].module.answers.clear()
-    stages[0].forward(make_batch(x, x, 2, step=2, training=False), 0, None)
-    assert stages[0].layers[0].module.answers == [(False, False)]

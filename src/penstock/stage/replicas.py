@@ -238,12 +238,8 @@ class ReplicaGroup:
         for parameter, count, total, earlier in zip(
             self._parameters, counts, sums, previous, strict=True
         ):
-            # Another replica updates this parameter (ZeRO): here neither the sum nor what was set
-            # aside is used.
-            if count and total is None:
-                parameter.grad = None
-                continue
-            # A parameter that no replica has a gradient of stays without one.
+            # A parameter that no replica has a gradient of stays without one. So does one that
+            # another replica updates (ZeRO): `Update.step` drops what was set aside of it.
             grad = total if count else None
             if grad is not None and id(parameter) in rows:
                 grad = sparse_of(grad, rows[id(parameter)])

@@ -14,7 +14,7 @@ from penstock.batches.device_batch import device_batch, to_device
 from penstock.grad.full_backward import whole_grad
 from penstock.grad.split import PendingWeights, input_grad, weight_grad
 from penstock.losses.stage_loss import Loss, LossOptions, StageLoss, Starts
-from penstock.modules.recomputing import checkpointing, recomputing
+from penstock.modules.recomputing import checkpointing
 from penstock.optim.update import Update
 from penstock.schedule.recompute import Recompute
 from penstock.stage.activation_meter import ActivationMeter
@@ -259,8 +259,7 @@ class Stage:
                 roots.append(root)
                 grads.append(grad)
         if roots:
-            # A layer that recomputes by itself runs its second forward in here.
-            with recomputing(), self._builder.backward_context(batch, micro_batch):
+            with self._builder.backward_context(batch, micro_batch):
                 torch.autograd.backward(roots, grads)
         self._slice_states.store_grads(micro_batch, [leaf.grad for leaf in backward.slice_leaves])
         self.activation_meter.give(backward.size)
@@ -276,7 +275,7 @@ class Stage:
         """Run I: gradients of the inputs only; W has to follow. Arguments as for `backward`."""
         backward = self._backward(batch, micro_batch, arrived)
         leaves = [*backward.leaves, *backward.slice_leaves]
-        with recomputing(), self._builder.backward_context(batch, micro_batch):
+        with self._builder.backward_context(batch, micro_batch):
             grads, pending = input_grad(backward.roots, backward.grads, leaves)
         self._pending[batch.step, micro_batch] = pending, backward.size
         count = len(backward.leaves)
@@ -286,7 +285,7 @@ class Stage:
     def weight_grad(self, batch: Batch, micro_batch: int) -> None:
         """Run W: gradients of the weights, from what I has saved."""
         pending, size = self._pending.pop((batch.step, micro_batch))
-        with recomputing(), self._builder.backward_context(batch, micro_batch, weights_only=True):
+        with self._builder.backward_context(batch, micro_batch, weights_only=True):
             weight_grad(pending)
         self.activation_meter.give(size)
 
