@@ -97,13 +97,13 @@ def test_lists_and_tensors_are_neither_replaced_nor_compared():
     contents = attributes.contents()
     items, tensor = module.items, module.tensor
     module.items.append(1)
-    module.mode = kept = ["list"]
+    module.mode = values = ["list"]
     with attributes.with_contents(contents):
         assert module.items is items
         assert module.tensor is tensor
         assert module.mode == "a"
     assert module.items == [0, 1]
-    assert module.mode in ("a", kept)
+    assert module.mode in ("a", values)
 
 
 def test_the_mode_of_training_is_a_switch_and_what_modules_keep_themselves_is_none():

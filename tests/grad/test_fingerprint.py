@@ -129,13 +129,13 @@ def test_rows_are_weighted_sums_over_as_few_dimensions_as_have_64_columns():
         tensor = tensor_of(shape, torch.float64)
         matrix = tensor.reshape(rows, columns)
         expected = [float((row * _slow_weights(columns)).sum()) for row in matrix]
-        (found,) = fingerprint([tensor]).rows
-        assert found.tolist() == pytest.approx(expected, rel=1e-12)
+        (sums,) = fingerprint([tensor]).rows
+        assert sums.tolist() == pytest.approx(expected, rel=1e-12)
     vector = tensor_of((5,), torch.float32)
-    (found,) = fingerprint([vector]).rows
-    assert torch.equal(found, vector)
+    (elements,) = fingerprint([vector]).rows
+    assert torch.equal(elements, vector)
     vector[0] = 9
-    assert found[0] != 9
+    assert elements[0] != 9
 
 
 def test_the_text_says_by_how_much_and_in_how_many_rows():

@@ -241,10 +241,10 @@ def test_strides_of_a_moved_tensor_are_kept(moved):
     assert seen == [value.stride()]
 
 
-@pytest.mark.parametrize(("device", "own"), [("cpu", False), ("meta", False)])
-def test_host_memory_is_no_memory_of_a_device(device, own):
+@pytest.mark.parametrize(("device", "expected"), [("cpu", False), ("meta", False)])
+def test_host_memory_is_no_memory_of_a_device(device, expected):
     """Nor are tensors without memory."""
-    assert offload.has_own_memory(torch.ones(2, device=device)) is own
+    assert offload.has_own_memory(torch.ones(2, device=device)) is expected
     assert offload.has_own_memory(SimpleNamespace(device=torch.device("cuda", 1)))
 
 

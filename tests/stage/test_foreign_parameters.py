@@ -65,17 +65,17 @@ def test_an_output_may_depend_on_parameters_of_its_stage_alone(seed):
     traced = chain(5)
     weights = [module.weight for module in traced.modules]
     other = nn.Parameter(torch.ones(1))
-    own = rng.sample(weights, rng.randint(1, 4))
+    parameters = rng.sample(weights, rng.randint(1, 4))
     picked = [rng.sample([*weights, other], rng.randint(0, 2)) for _ in range(2)]
     value = {"first": expression(rng, picked[0]), "rest": [expression(rng, picked[1]), 3]}
     names = [
         f"part{index}.weight"
         for index, weight in enumerate(weights)
-        if not is_in(weight, own)
+        if not is_in(weight, parameters)
         and (is_in(weight, picked[0]) or is_in(weight, picked[1]))
         and any(reached(root, [weight]) for root in (value["first"], value["rest"][0]))
     ]
-    reach = Reach(7, iter(own), ModelParameters.of(traced))
+    reach = Reach(7, iter(parameters), ModelParameters.of(traced))
     message = message_of(reach.check_output, "a form", value)
     assert bool(message) == bool(names)
     if names:
@@ -91,13 +91,13 @@ def test_a_loss_may_depend_on_parameters_of_its_stage_and_on_those_below_the_out
     traced = chain(4)
     weights = [module.weight for module in traced.modules]
     outside = nn.Parameter(torch.ones(2, 3))
-    own = rng.sample(weights, rng.randint(1, 3))
+    parameters = rng.sample(weights, rng.randint(1, 3))
     below = expression(rng, rng.sample(weights, rng.randint(0, 3)))
     above = expression(rng, rng.sample([*weights, outside], rng.randint(0, 2)))
     loss = below.square() + above
-    allowed = [*own, *reached(below, weights)]
+    allowed = [*parameters, *reached(below, weights)]
     refused = [leaf for leaf in reached(above, [*weights, outside]) if not is_in(leaf, allowed)]
-    reach = Reach(3, own, ModelParameters.of(traced))
+    reach = Reach(3, parameters, ModelParameters.of(traced))
     message = message_of(reach.check_loss, training(), loss, [below])
     assert bool(message) == bool(refused)
     if not refused:

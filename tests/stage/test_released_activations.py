@@ -29,7 +29,9 @@ def test_after_a_batch_no_activation_is_held_and_every_batch_has_the_same_peak(s
     peaks = []
     for _ in range(4):  # the first batches measure, the others take the fast path
         pipe.train_batch(x, x)
-        meters = [each.activation_meter for each in pipe._assembly.interpreters.values()]
+        meters = [
+            interpreter.activation_meter for interpreter in pipe._assembly.interpreters.values()
+        ]
         assert [meter.now for meter in meters] == [0] * len(meters)
         peaks.append([meter.peak for meter in meters])
     assert peaks[2] == peaks[3]

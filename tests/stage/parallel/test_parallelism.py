@@ -110,7 +110,7 @@ def test_layers_that_are_shared_before_are_refused(place, function, monkeypatch)
             "custom, which moves activations",
         ),
         ({"recompute": Recompute.SELECTIVE}, "recompute of single layers"),
-        ({"compiled": object()}, "compile"),
+        ({"compiled": {}}, "compile"),
         ({"offload": 0.5}, "offload"),
         ({"memory_format": torch.channels_last}, "memory_format"),
         ({"deferred_batch_norm": True}, "deferred_batch_norm"),
