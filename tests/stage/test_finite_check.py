@@ -340,16 +340,19 @@ def test_a_device_reports_a_loss_and_a_probe_once(ends_by):
 
 
 @pytest.mark.parametrize(
-    ("values", "failed"), [([3e38, 3e38], False), ([1.0, NAN], True), ([-INF, 1.0], True)]
+    ("value", "failed"), [(None, False), (3e38, False), (NAN, True), (INF, True), (-INF, True)]
 )
 @pytest.mark.parametrize("borrowed", [False, True])
-def test_a_device_checks_the_largest_element_of_all_gradients(values, failed, borrowed):
-    """Those of borrowed parameters too; large finite gradients are no error."""
+def test_a_device_checks_the_largest_element_of_all_gradients(value, failed, borrowed):
+    """Those of borrowed parameters too. Large finite gradients, and none at all, are no error."""
     stage, check = device_check()
-    (weight,) = stage.update.parameters
-    weight.grad = torch.tensor([values]).as_subclass(OnDevice)
-    if borrowed:
-        stage.update.parameters, stage.update.borrowed = [], [weight]
+    layer = nn.Linear(2, 2)
+    if value is not None:
+        layer.bias.grad = torch.tensor([value, 1.0]).as_subclass(OnDevice)
+        layer.weight.grad = torch.full((2, 2), 3e38).as_subclass(OnDevice)
+    parameters = list(layer.parameters())
+    stage.update.parameters = [] if borrowed else parameters
+    stage.update.borrowed = parameters if borrowed else []
     check.after_loss(stage, batch_with(), 0, "4F0")
     check.before_update(stage, "4U1")
     assert [entry[0] for entry in stage.runner.checks.added] == [failed]

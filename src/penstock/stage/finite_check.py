@@ -199,7 +199,7 @@ class FiniteCheck:
             parameters = [*stage.update.parameters, *stage.update.borrowed]
             # The maximum norm, which does not overflow; a 0 keeps it defined without gradients.
             norms = norms_of(parameters, stage.device, math.inf).float()
-            largest = torch.cat([norms.new_zeros(1), norms]).sum()
+            largest = torch.cat([norms.new_zeros(1), norms]).max()
             entries.append(_Pending(largest, f"a gradient of stage {stage.index}"))
         if not entries:
             return
