@@ -5,6 +5,7 @@ asked for.
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -169,7 +170,7 @@ def test_receives_are_posted_first_and_sends_follow_the_op():
         Op.parse("1F1"),
         Transfer(Direction.SEND, sent, 5),
     ]
-    interpreter.run_actions(actions, RunContext(BatchesInFlight.alone(batch(2))))
+    interpreter.run_actions(actions, RunContext(BatchesInFlight.alone(batch(3))))
     sends = [entry for entry in log if entry[0] == "transport.send"]
     assert log[0] == ("post", 4, received, "form 1")
     assert [entry[0] for entry in log] == ["post", "arrival.wait", "F", "transport.send"]
@@ -305,6 +306,10 @@ def test_a_loss_is_checked_before_it_leaves_and_only_where_there_is_one():
         *with_loss, "B", "finite.after_backward", *with_loss, "I", "W", "finite.after_backward",
     ]  # fmt: skip
     assert left == [one, one]
+    log.clear()
+    # Also where the weights are updated after the program, see `GlobalStep`.
+    interpreter.run_actions([Op.parse("0F0")], replace(context, updates=False))
+    assert [entry[0] for entry in log] == with_loss
     log.clear()
     interpreter.stages[0].loss = None
     interpreter.run_actions([Op.parse("0F0")], context)

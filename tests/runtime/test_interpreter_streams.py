@@ -141,6 +141,25 @@ def test_ops_of_a_stream_have_the_number_in_their_batch_and_rules_the_one_in_the
     ]
 
 
+def test_a_rank_holds_evicted_activations_of_several_batches():
+    """Each goes back for its own micro-batch, although their numbers in the batches are equal."""
+    ranks = Ranks("0F0 0E0 0L0 0B0\n0E0 0L0 1F0 1B0", ahead=0)
+    batches = BatchesInFlight(1)
+    for index in range(2):
+        batches.add(index, batch(1, step=index))
+    owner, holder = ranks.interpreters
+    context = RunContext(batches)
+    for number in range(2):
+        evict = Message(Kind.E, 0, number)
+        owner.run_actions([Op.parse(f"0E{number}"), Transfer(Direction.SEND, evict, 1)], context)
+        holder.run_actions([Transfer(Direction.RECV, evict, 0), Op.parse(f"0E{number}")], context)
+    for number in range(2):
+        load = Message(Kind.L, 0, number)
+        holder.run_actions([Op.parse(f"0L{number}"), Transfer(Direction.SEND, load, 0)], context)
+        owner.run_actions([Transfer(Direction.RECV, load, 1), Op.parse(f"0L{number}")], context)
+        assert ranks.logs[0][-1] == ("L", 0, 0, ("E", 0, 0, number))
+
+
 def test_a_part_of_a_stream_may_begin_with_the_sends_of_the_op_before_it():
     """And end with receives of the op after it."""
     ranks = Ranks("0F0 0F1\n1F0 1F1", ahead=0)

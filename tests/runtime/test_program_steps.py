@@ -55,6 +55,18 @@ def test_a_step_has_the_input_and_output_messages_of_its_op():
     assert isinstance(update.op, Op)
 
 
+def test_the_ends_of_the_pipeline_have_no_messages():
+    """The first stage receives no activation, and nobody consumes the output of the last one."""
+    forward, last_forward, last_backward, backward = steps_of(
+        Schedule.parse("0F0 1F0 1B0 0B0").programs[0], 2
+    )
+    assert (forward.input_message, forward.maker) == (None, "")
+    assert forward.output_message == last_forward.input_message == Message(Kind.F, 0, 0)
+    assert (last_forward.output_message, last_backward.input_message) == (None, None)
+    assert last_backward.output_message == backward.input_message == Message(Kind.B, 1, 0)
+    assert backward.output_message is None
+
+
 def test_only_the_last_backward_before_an_update_completes_the_gradients():
     """Replicas begin to sum them then, and not before."""
     steps = steps_of(
@@ -71,10 +83,13 @@ def test_only_the_last_backward_before_an_update_completes_the_gradients():
 def test_messages_of_a_step_keep_their_order():
     """The receiver posts them in the order of the sender; some links match them by it."""
     receives = [Transfer(Direction.RECV, Message(Kind.F, 0, number), 0) for number in (2, 0, 1)]
-    sends = [Transfer(Direction.SEND, Message(Kind.F, 1, number), 2) for number in (1, 0, 2)]
+    sends = [
+        Transfer(Direction.SEND, Message(Kind.F, 1, number), peer)
+        for number, peer in ((1, 2), (0, 3), (2, 0))
+    ]
     (step,) = steps_of([*receives, Op.parse("1F1"), *sends], 3)
     assert [message.micro_batch for _, message in step.posts] == [2, 0, 1]
-    assert [message.micro_batch for _, message in step.sends] == [1, 0, 2]
+    assert [(peer, message.micro_batch) for peer, message in step.sends] == [(2, 1), (3, 0), (0, 2)]
     assert (step.kind, step.stage, step.number, step.maker) == (Kind.F, 1, 1, "0F1")
     assert steps_of([], 3) == ()
     # Receives after a send belong to the next step.
