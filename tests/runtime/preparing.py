@@ -24,7 +24,7 @@ class Small(nn.Module):
         return self.second(torch.relu(self.first(x))) / self.temperature
 
 
-def made(model, example, **options):
+def traced_pipeline(model, example, **options):
     """Return a pipeline of a traced model."""
     return pipeline(ps.chain(model, example), executor="threads", **options)
 
@@ -41,7 +41,9 @@ def pipeline(chain, **options):
     )
 
 
-made.chain_of = lambda model: ps.chain(model, torch.zeros(4, 4))
+def chain_of(model):
+    """Return the chain of a model of four features."""
+    return ps.chain(model, torch.zeros(4, 4))
 
 
 def batches():

@@ -61,12 +61,12 @@ def test_only_activations_are_compressed_and_only_on_request():
     for boundary in (None, "int8"):
         assembly = assembly_of(boundary=boundary)
         for rank, interpreter in assembly.interpreters.items():
-            own = assembly.world.transport(rank)
+            rank_links = assembly.world.transport(rank)
             if boundary is None:
-                assert interpreter.transport == own
+                assert interpreter.transport == rank_links
             else:
                 assert isinstance(interpreter.transport, CompressedTransport)
-                assert interpreter.transport.inner == own
+                assert interpreter.transport.inner == rank_links
 
 
 @pytest.mark.parametrize("same_rank", [False, True])

@@ -61,9 +61,9 @@ def test_processes_that_share_layers_agree_on_norms_and_overflows_once():
 def test_padding_is_told_from_norms_by_its_sign_and_nan_stays():
     """A norm of 0 and one that is not a number count."""
     norms = torch.tensor([0.0, 2.0, float("nan"), -1.0, -1.0])
-    kept = _without_padding(norms, 2.0)
-    assert kept[:2].tolist() == [0.0, 2.0]
-    assert kept[2:].isnan().tolist() == [True]
+    norms_left = _without_padding(norms, 2.0)
+    assert norms_left[:2].tolist() == [0.0, 2.0]
+    assert norms_left[2:].isnan().tolist() == [True]
 
 
 def test_norms_are_added_in_the_order_of_the_stages_whatever_ranks_have_them(monkeypatch):

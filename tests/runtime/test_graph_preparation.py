@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tests.runtime.preparing import Small, anneal, made, plain_losses
+from tests.runtime.preparing import Small, anneal, chain_of, plain_losses, traced_pipeline
 from torch import nn
 from torch.nn import functional
 
@@ -41,7 +41,7 @@ def test_a_new_form_is_traced_before_the_batch_and_the_status_says_so(monkeypatc
         places.append(playing())
         return original(*args, **options)
 
-    pipe = made(Small(), torch.randn(4, 4))
+    pipe = traced_pipeline(Small(), torch.randn(4, 4))
     monkeypatch.setattr(variants, "capture", capture)
 
     def for_rank(self, rank):
@@ -59,7 +59,7 @@ def test_a_new_form_is_traced_before_the_batch_and_the_status_says_so(monkeypatc
 
 def test_a_form_whose_layers_differ_is_refused_before_any_op_runs():
     """In the middle of a step the other ranks would wait for a message that is never sent."""
-    pipe = made(Small(), torch.randn(4, 4))
+    pipe = traced_pipeline(Small(), torch.randn(4, 4))
     with pytest.raises(ChainError, match=r"fails on these inputs, also without a trace"):
         pipe.train_batch(torch.randn(4, 5), torch.randint(0, 3, (4,)))
     pipe.train_batch(torch.randn(4, 4), torch.randint(0, 3, (4,)))
@@ -70,7 +70,7 @@ def test_processes_trace_at_construction_and_go_by_the_users_model():
     torch.manual_seed(0)
     model = Small()
     expected = plain_losses(model)
-    for result in launch(anneal, 2, model, made.chain_of(model)):
+    for result in launch(anneal, 2, model, chain_of(model)):
         torch.testing.assert_close(result["losses"], expected)
         assert result["known"]
         # The example's form at construction, then one sample, then the other temperature.

@@ -127,21 +127,21 @@ def test_parameters_are_those_of_the_local_stages_each_once():
 
 def test_a_reader_has_an_order_by_seed_and_epoch(monkeypatch):
     """Or the samples' own."""
-    made = []
+    readers = []
     monkeypatch.setattr(inspection, "needs_of", lambda assembly: "needs")
     monkeypatch.setattr(
-        inspection, "BatchReader", lambda *args, **options: made.append((args, options))
+        inspection, "BatchReader", lambda *args, **options: readers.append((args, options))
     )
     pipe = pipe_of()
     pipe.reader("x", "y", batch=3)
     pipe.reader("x", batch=3, seed=5, epoch=2, drop_last=True)
     pipe.reader("x", batch=3, seed=None, epoch=2)
-    assert [(args[:4], options) for args, options in made] == [
+    assert [(args[:4], options) for args, options in readers] == [
         (("needs", "x", "y", 3), {"drop_last": False}),
         (("needs", "x", None, 3), {"drop_last": True}),
         (("needs", "x", None, 3), {"drop_last": False}),
     ]
-    orders = [args[4](9).tolist() for args, _ in made]
+    orders = [args[4](9).tolist() for args, _ in readers]
     assert orders == [
         sample_order(9, 0, 0).tolist(),
         sample_order(9, 5, 2).tolist(),

@@ -60,23 +60,23 @@ def test_a_later_exit_does_not_install_the_handlers_of_an_earlier_block_again(ea
     signals = StopSignals()
     with signals:
         pass
-    own = {number: signal.signal(number, signal.SIG_IGN) for number in SIGNALS}
+    block_handlers = {number: signal.signal(number, signal.SIG_IGN) for number in SIGNALS}
     signals.__exit__()
     assert {signal.getsignal(number) for number in SIGNALS} == {signal.SIG_IGN}
-    for number, handler in own.items():
+    for number, handler in block_handlers.items():
         signal.signal(number, handler)
 
 
 def test_other_threads_leave_signals_alone(earlier):
     """Python refuses handlers there."""
     handlers, _ = earlier
-    seen = []
+    thread_handlers = []
 
     def run():
         with StopSignals():
-            seen.append({number: signal.getsignal(number) for number in SIGNALS})
+            thread_handlers.append({number: signal.getsignal(number) for number in SIGNALS})
 
     thread = threading.Thread(target=run)
     thread.start()
     thread.join()
-    assert seen == [handlers]
+    assert thread_handlers == [handlers]

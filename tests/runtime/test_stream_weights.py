@@ -30,14 +30,14 @@ class Rule:
 @pytest.fixture
 def rules(monkeypatch):
     """The rules that are made, in order."""
-    made = []
+    made_rules = []
 
     def make(site):
-        made.append(Rule(site))
-        return made[-1]
+        made_rules.append(Rule(site))
+        return made_rules[-1]
 
     monkeypatch.setattr(stream_weights, "stage_weights", make)
-    return made
+    return made_rules
 
 
 def assembly_of(schedule, balance, **options):

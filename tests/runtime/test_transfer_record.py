@@ -54,9 +54,9 @@ def test_the_last_records_of_a_stream_stay(count):
         record.begin_wait(message, 1.0)
         record.end_send(message, 1, 8)
     record.keep(count)
-    kept = MESSAGES[max(0, 5 - count) :]
-    assert [message for message in MESSAGES if record.wait_start(message) is not None] == kept
-    assert [message for message in MESSAGES if record.sent(message) is not None] == kept
+    remaining = MESSAGES[max(0, 5 - count) :]
+    assert [message for message in MESSAGES if record.wait_start(message) is not None] == remaining
+    assert [message for message in MESSAGES if record.sent(message) is not None] == remaining
     record.clear()
     assert record.wait_start(MESSAGES[-1]) is None
     assert record.sent(MESSAGES[-1]) is None

@@ -243,13 +243,13 @@ def test_a_scheduler_gets_the_saved_state_of_its_number(monkeypatch, log):
     monkeypatch.setattr(persistence, "Schedulers", lambda *args: args)
     saved = persistence_of(log)
     saved.progress = Progress(3, schedulers=("a", "b"), scheduler_kinds=("A",))
-    made = [saved.scheduler("make") for _ in range(3)]
-    assert made == [
+    constructed = [saved.scheduler("make") for _ in range(3)]
+    assert constructed == [
         ("make", ["an optimizer"], "a", "A"),
         ("make", ["an optimizer"], "b", None),
         ("make", ["an optimizer"], None, None),
     ]
-    assert saved.schedulers == made
+    assert saved.schedulers == constructed
 
 
 def test_training_with_fewer_schedulers_than_were_saved_is_refused(log):

@@ -84,10 +84,10 @@ def test_processes_that_share_layers_agree_that_it_was_written_and_is_seen(
     monkeypatch, unseen, writes
 ):
     """The one that writes need not look; others must see all of its files."""
-    seen = []
+    searches = []
 
     def unseen_files(folder, world):
-        seen.append((folder, world))
+        searches.append((folder, world))
         return unseen
 
     monkeypatch.setattr(saving_methods, "unseen_files", unseen_files)
@@ -99,7 +99,7 @@ def test_processes_that_share_layers_agree_that_it_was_written_and_is_seen(
         with pytest.raises(FileError, match=r"^the checkpoint here cannot be loaded here"):
             pipe.save("here")
     assert answers.asked == [True, writes or not unseen]
-    assert seen == [] if writes else [(Path("here"), pipe._world)]
+    assert searches == [] if writes else [(Path("here"), pipe._world)]
 
 
 def test_a_failure_of_another_process_is_one_of_all(monkeypatch):
