@@ -59,7 +59,9 @@ def test_gradients_are_checked_where_they_are_used_and_no_scaler_checks_them(opt
 def test_only_activations_are_compressed_and_only_on_request():
     """The exchange of tied weights and of replicas has the rank's own links."""
     for boundary in (None, "int8"):
-        assembly = assembly_of(boundary=boundary)
+        layers = [nn.Linear(4, 4), nn.Linear(4, 4)]
+        layers[1].weight = layers[0].weight
+        assembly = assembly_of(layers, boundary=boundary)
         for rank, interpreter in assembly.interpreters.items():
             rank_links = assembly.world.transport(rank)
             if boundary is None:
@@ -67,6 +69,7 @@ def test_only_activations_are_compressed_and_only_on_request():
             else:
                 assert isinstance(interpreter.transport, CompressedTransport)
                 assert interpreter.transport.inner == rank_links
+            assert assembly.tied[rank].transport == rank_links
 
 
 @pytest.mark.parametrize("same_rank", [False, True])
@@ -313,13 +316,13 @@ def test_sums_in_buckets_are_those_of_collective_operations_without_zero(
     guard = SimpleNamespace(rank=2, during=None)
     stages = {0: SimpleNamespace(tensors=lambda: ["plain"]), 1: None}
     schedule = SimpleNamespace(ranks_of_stage=[(1, 2), (2,)])
-    options = SimpleNamespace(zero_level=zero, gradient_hook="none")
+    options = SimpleNamespace(zero_level=zero, gradient_hook="fp16")
     groups = module._make_replicas(
         stages, guard, world, schedule, [("entry", "shared tensor")], options
     )
     buckets = None
     if collectives and not zero:
-        buckets = ("buckets", 0, collectives, ("reduction", collectives, "none"))
+        buckets = ("buckets", 0, collectives, ("reduction", collectives, "fp16"))
     assert groups == {
         0: (
             stages[0],
@@ -359,3 +362,31 @@ def test_layers_of_a_process_are_those_of_all_stages_of_its_ranks():
     assembly = assembly_of([nn.Linear(4, 4) for _ in range(5)], balance=(2, 3))
     assert module._local_layers(assembly.interpreters) == set(range(5))
     assert module._local_layers({1: assembly.interpreters[1]}) == {2, 3, 4}
+
+
+def test_copies_of_a_stage_whose_optimizers_choose_other_parameters_are_refused():
+    """They would be different after the first step. Frozen parameters count, since they may be
+    thawed.
+    """
+    layers = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    layers[1].bias.requires_grad_(False)
+    calls = []
+
+    def all_but_the_bias_of_a_copy(parameters):
+        calls.append(len(parameters))
+        parameters = parameters[: 1 if calls.count(2) == 4 else 2]
+        return torch.optim.SGD(parameters, lr=0.1)
+
+    schedule = ps.Schedule.parse("0F0 1F0 1B0 0B0 0U1 1U1\n0F1 1F1 1B1 0B1 0U1 1U1")
+    with pytest.raises(SettingError, match="for one copy of stage 1 than for another"):
+        assembly_of(layers, schedule, optimizer=all_but_the_bias_of_a_copy)
+    assert calls == [2, 2, 2, 2]
+
+
+def test_the_home_of_a_tied_tensor_is_the_first_rank_of_its_first_stage():
+    """Not the lowest rank that holds it: checkpoints have the tensor of its home."""
+    layers = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    layers[1].weight = layers[0].weight
+    assembly = assembly_of(layers, ps.Schedule.parse("1F0 1B0 1U1\n0F0 0B0 0U1"))
+    assert assembly.placed.home == (1, 0)
+    assert assembly.placed.shared == {"0.weight": 1}

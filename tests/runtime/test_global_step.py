@@ -117,6 +117,7 @@ def test_a_step_of_all_ranks_is_needed_for_norms_and_for_trained_tied_weights():
     assert not plain.step.needed
     assert Run([(0,)], [[]], clip_grad_norm=1.0).step.needed
     assert Run([(0,)], [[]], policy="skip").step.needed
+    assert not Run([(0,)], [[]], policy="raise").step.needed
     assert Run([(0,)], [[]], scaler=object()).step.needed
     plain.assembly.shared = [SimpleNamespace(name="embedding", trainable=False)]
     assert not plain.step.needed
@@ -159,11 +160,11 @@ def test_the_scaler_learns_of_every_step_and_is_saved_and_restored():
     )
     assert run.step.state() == {"scale": 2.0}
     run.step.restore(None)
-    run.step.restore({"scale": 4.0})
+    run.step.restore({"scale": 4.0, "skipped": 2})
     run.step.record_step({0: (torch.tensor(1.0), 1.0)})
     assert log == [
         ("scaler.state_dict",),
-        ("scaler.load_state_dict", {"scale": 4.0}),
+        ("scaler.load_state_dict", {"scale": 4.0, "skipped": 2}),
         ("scaler.update", 1.0),
     ]
 

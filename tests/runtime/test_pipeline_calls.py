@@ -7,12 +7,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tests.runtime.failing import Trap
 from tests.runtime.test_pipeline_training import data, plain_layers, threads
 from torch import nn
 
 import penstock as ps
-from penstock.errors import RunError, SettingError
+from penstock.errors import RunError, SettingError, StageFailed
 from penstock.runtime import pipeline as module
+from penstock.runtime.assembly import Assembly
 from penstock.schedule.op import Kind
 
 
@@ -95,6 +97,60 @@ def test_calls_that_change_weights_mark_the_users_model_as_stale(schedule, tmp_p
         assert marks == [step] * changes
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+def test_a_batch_that_fails_changes_the_model_and_is_no_step(schedule):
+    """Some stages may have updated by then, so that the user's model is stale."""
+    pipe = threads(plain_layers(), [2, 1], schedule=schedule, micro_batches=1)
+    marks = []
+    pipe._guard = SimpleNamespace(mark=lambda: marks.append(pipe.step), stale=True)
+
+    def fail(job):
+        raise RunError("a rank is lost")
+
+    pipe._world.run = fail
+    for call in (lambda: pipe.train_batch(*data(0)), lambda: list(pipe.train([data(0)]))):
+        with suppress(RunError):
+            call()
+    assert (marks, pipe.step) == ([0, 0], 0)
+
+
+def test_an_update_that_fails_leaves_nothing_to_update():
+    """The gradients have been dropped: a further update would step with none."""
+    pipe = threads(plain_layers(), [2, 1], accumulate=2)
+    pipe.train_batch(*data(0))
+    calls = []
+
+    def fail():
+        calls.append("step")
+        raise RunError("a rank is lost")
+
+    pipe._player.step = fail
+    with pytest.raises(RunError, match="lost"):
+        pipe.update()
+    pipe.update()
+    assert calls == ["step"]
+
+
+def test_times_of_ranks_are_counted_after_every_batch_that_has_trained():
+    """Once, with the interpreters of this process; an evaluation is no step."""
+    pipe = threads(plain_layers(), [2, 1])
+    counted = []
+    pipe._busy_times = SimpleNamespace(step=counted.append)
+    pipe.train_batch(*data(0))
+    pipe.eval_batch(*data(0))
+    assert counted == [pipe._assembly.interpreters]
+
+
+def test_a_failure_in_an_evaluation_names_the_step_of_the_training():
+    """So that it can be placed in the log of the run."""
+    pipe = threads(nn.Sequential(*plain_layers(), Trap(at=2 * 2)), [2, 2])
+    for number in range(2):
+        pipe.train_batch(*data(number))
+    with pytest.raises(StageFailed, match="a planted failure") as failure:
+        pipe.forward(data(0)[0])
+    assert failure.value.step == 2
+
+
 def test_closing_ends_everything_and_reports_what_no_batch_has_read():
     """A check on a device is deferred to the next batch, and there is none."""
     pipe = threads(plain_layers(), [2, 1])
@@ -143,17 +199,29 @@ def test_a_pipeline_is_constructed_in_the_order_in_which_ranks_can_compare(monke
 
     for name in names:
         monkeypatch.setattr(module, name, recorded(name))
-    share = module.Pipeline._begin
+    begin = module.Pipeline._begin
     monkeypatch.setattr(
-        module.Pipeline, "_begin", lambda self, *args: log.append(("begin",)) or share(self, *args)
+        module.Pipeline,
+        "_begin",
+        lambda self, *args: log.append(("begin", args)) or begin(self, *args),
+    )
+    share = Assembly.share_weights
+    monkeypatch.setattr(
+        Assembly, "share_weights", lambda self: log.append(("share",)) or share(self)
     )
     model = plain_layers()
-    pipe = threads(model, [2, 1], seed=5, check_data=False, accumulate=3)
-    assert [entry[0] for entry in log] == [*names, "begin"]
+    pipe = threads(
+        model, [2, 1], seed=5, check_data=False, accumulate=3, scaler=True, deadline_s=7.0
+    )
+    assert [entry[0] for entry in log] == [*names, "share", "begin"]
     _, (exchange, chain, setting, training), options = log[2]
     assert (exchange, options) == (None, {"check_data": False})
     assert (setting.lengths, training.seed) == ((2, 1), 5)
     assert chain.modules[0] is model[0]
+    assert log[0][1][1].deadline_s == log[3][1][2].deadline_s == 7.0
+    scaling, whole_chain = log[-1][1]
+    assert whole_chain is chain
+    assert pipe._global_step.scaler is scaling is not None
     assert pipe._world.calls.check_data is False
     assert (pipe.accumulate, pipe.step) == (3, 0)
     assert threads(model, [2, 1])._world.calls.check_data is True

@@ -128,6 +128,7 @@ def test_every_mode_has_its_own_beginning_and_end(mode):
     assert names.count("global.gather") == names.count("replicas.begin") * 2 == 2 * (not evaluates)
     kinds = {op.kind for program in run.programs.values() for op in program if isinstance(op, Op)}
     assert (kinds == {Kind.F}) == evaluates
+    assert ("evaluate" in names) == evaluates
     if evaluates:
         assert names == [
             "evaluate", "evaluate", "play", "play", "train again", "train again",
@@ -256,15 +257,18 @@ def test_deferred_batch_norms_learn_how_many_forwards_their_stage_runs(micro_bat
     assert begun == []
 
 
+@pytest.mark.parametrize("steps", [True, False])
 @pytest.mark.parametrize("device", [False, True])
-def test_a_stream_posts_receives_as_early_as_the_links_allow(device, monkeypatch):
-    """On a device a posted receive is a kernel, which may only wait for what is under way."""
+def test_a_stream_posts_receives_as_early_as_the_links_allow(device, steps, monkeypatch):
+    """On a device a posted receive is a kernel, which may only wait for what is under way. There is
+    a stream without optimizers, too.
+    """
     calls = []
     monkeypatch.setattr(
         player_module, "StreamIncrements", lambda *args, **options: calls.append((args, options))
     )
     monkeypatch.setattr(player_module, "Streaming", lambda assembly, increments: assembly)
-    run = Run("pipedream", device=device)
+    run = Run("pipedream", device=device, steps=steps)
     assert make_stream(run.assembly) is run.assembly
     expected = (
         ((run.schedule, AHEAD_ON_DEVICE), {"after_dependencies": True})
@@ -274,16 +278,19 @@ def test_a_stream_posts_receives_as_early_as_the_links_allow(device, monkeypatch
     assert calls == [expected]
 
 
-def test_losses_on_devices_are_averaged_and_compared_there():
-    """Checks of the batches that have been deferred are read with those of the stages."""
-    run = Run()
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+def test_losses_on_devices_are_averaged_and_compared_there(schedule):
+    """Checks of the batches that have been deferred are read with those of the stages. The losses
+    of a stream's batch are those of one batch.
+    """
+    run = Run(schedule)
     log = run.log
     run.player._device_losses = Recorder(log, "losses", mean="the mean", verify=None)
     batch = SimpleNamespace(micro_batches=3, numbers=range(3), inputs=[None] * 3)
     assert run.player.mean_loss(batch) == "the mean"
     ((name, argument, last),) = log
     assert (name, argument) == ("losses.mean", batch)
-    assert last == player_module.last_micro_batches(run.schedule, batch)
+    assert last == player_module.last_micro_batches(run.player.one_batch, batch)
     log.clear()
     run.player.read_checks()
     assert log == [("losses.verify",)]
@@ -295,13 +302,14 @@ def test_losses_on_devices_are_averaged_and_compared_there():
 
 @pytest.mark.parametrize("samples", [8, 3])
 def test_deferred_statistics_are_those_of_the_whole_batch(samples):
-    """Of all stages of a rank, and of a batch with fewer micro-batches than the schedule."""
+    """Of all layers of all stages of a rank, and of a batch with fewer micro-batches."""
     torch.manual_seed(0)
-    layers = [nn.BatchNorm1d(3), nn.Identity(), nn.BatchNorm1d(3), nn.BatchNorm1d(3)]
+    first_stage = [nn.Identity(), nn.BatchNorm1d(3), nn.BatchNorm1d(3)]
+    layers = [*first_stage, nn.Identity(), nn.BatchNorm1d(3), nn.BatchNorm1d(3)]
     pipe = ps.Pipeline(
         layers,
         loss=nn.functional.mse_loss,
-        balance=[1, 1, 1, 1],
+        balance=[3, 1, 1, 1],
         schedule=ps.schedule("interleaved", 4, 4, chunks=2),
         deferred_batch_norm=True,
         executor="threads",
@@ -312,10 +320,10 @@ def test_deferred_statistics_are_those_of_the_whole_batch(samples):
         pipe.train_batch(x, x)
         plain(x)
     state = pipe.state_dict()
-    for index in (0, 2, 3):
+    for index in (1, 2, 4, 5):
         assert int(state[f"{index}.num_batches_tracked"]) == 2
-    torch.testing.assert_close(state["0.running_mean"], plain.running_mean)
-    torch.testing.assert_close(state["0.running_var"], plain.running_var)
+    torch.testing.assert_close(state["1.running_mean"], plain.running_mean)
+    torch.testing.assert_close(state["1.running_var"], plain.running_var)
 
 
 def test_gradients_are_dropped_on_all_ranks_that_check_them():
