@@ -21,6 +21,8 @@ from penstock.schedule.op import Kind, Op
 
 WIDTH, ROWS = 32, 4
 
+GIGABYTE = 10**9
+
 
 def train(schedule, stages, batches, **options):
     """Train a chain of equal layers; return the measured timeline."""
@@ -159,8 +161,8 @@ class Rank:
         return [self.times[op] for op in ops]
 
     def peak_bytes(self, weights):
-        """Return a number that differs by rank, and counts the rules."""
-        return 1000 * (self.rank + 1) + len(weights)
+        """Return a number of bytes that differs by rank, and counts the rules."""
+        return GIGABYTE * (self.rank + 1) + 1 + len(weights)
 
 
 def two_processes(monkeypatch, local_rank):
@@ -237,7 +239,7 @@ def test_all_processes_have_the_times_of_all_ranks_on_the_clock_of_rank_0(monkey
     timeline = two_processes(monkeypatch, local_rank)
     assert (timeline.ranks, timeline.stages, timeline.source) == (2, 2, "measured")
     assert timeline.title == "mine"
-    assert timeline.peak_memory == (1000, 2002)
+    assert timeline.peak_memory == (GIGABYTE + 1, 2 * GIGABYTE + 3)
     assert timeline.measured_memory == (MeasuredMemory(500, 70, 80), MeasuredMemory(501, 71, 81))
     assert sorted(timeline.events, key=lambda event: (event.rank, event.start, event.end)) == [
         Event(0, Op.parse("0F0"), 0.0, 0.5),

@@ -158,3 +158,8 @@ def test_learning_rates_are_those_of_the_groups_of_all_stages():
     rates = [group["lr"] for optimizer in pipe.optimizers for group in optimizer.param_groups]
     assert rates == [0.5] * 4
     assert [len(group["params"]) for group in pipe.param_groups] == [2, 2]
+    # A fused optimizer keeps its learning rate as a tensor.
+    for optimizer in pipe.optimizers:
+        optimizer.param_groups[1]["lr"] = torch.tensor(0.25)
+    assert pipe.learning_rates == [0.5, 0.25]
+    assert [type(rate) for rate in pipe.learning_rates] == [float, float]

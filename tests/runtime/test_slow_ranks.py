@@ -14,6 +14,7 @@ from torch.distributed import HashStore
 
 import penstock as ps
 from penstock.ranks.clock import EventClock, HostClock
+from penstock.runtime import slow_ranks as module
 from penstock.runtime.slow_ranks import BusyTimes, SlowRanks, busy_seconds, planned_seconds
 from penstock.schedule.op import Op
 
@@ -104,9 +105,20 @@ def test_no_event_is_queried_while_ops_are_captured():
 
 
 def test_updates_and_waits_do_not_count():
-    """An update waits for the other replicas, so it is long on the fast ranks."""
-    marks = {Op.parse("0F0"): (1.0, 1.5), Op.parse("0B0"): (2.0, 3.0), Op.parse("0U1"): (3.0, 9.0)}
-    assert busy_seconds(HostClock(), marks) == pytest.approx(1.5)
+    """An update waits for the other replicas, and an evict or load op for its partner: these are
+    long on the fast ranks.
+    """
+    seconds = {
+        "0F0": 1.0,
+        "0B0": 2.0,
+        "0I1": 4.0,
+        "0W1": 8.0,
+        "0E0": 16.0,
+        "0L0": 32.0,
+        "0U1": 64.0,
+    }
+    marks = {Op.parse(text): (3.0, 3.0 + length) for text, length in seconds.items()}
+    assert busy_seconds(HostClock(), marks) == 1.0 + 2.0 + 4.0 + 8.0
 
 
 class Repeated(nn.Module):
@@ -148,7 +160,8 @@ def test_a_window_has_the_steps_since_the_last_one():
     times._enqueue = medians.append
     interpreter = SimpleNamespace(stages={1: None}, clock=HostClock(), marks={})
     for seconds in (1.0, 5.0, 2.0, 7.0, 7.0, 9.0, 1.0):
-        interpreter.marks = {Op.parse("1F0"): (10.0, 10.0 + seconds)}
+        # The interpreter uses its dictionary of marks again.
+        interpreter.marks[Op.parse("1F0")] = 10.0, 10.0 + seconds
         times.step({1: interpreter})
     assert medians == [2.0, 7.0]
     times._window_s = 1e9
@@ -174,6 +187,39 @@ def test_short_steps_are_sampled(monkeypatch):
         times.step({1: interpreter})
     # Each is added up at the next sample.
     assert times._steps == [float(number) for number in range(0, 100, 4)]
+
+
+def test_a_window_lasts_for_its_seconds_from_the_end_of_the_last_one(monkeypatch):
+    """A fast rank would else publish after every step."""
+    exchange = SimpleNamespace(store=HashStore(), rank=1, size=2, hosts=HOSTS)
+    setting = SimpleNamespace(planned_busy_s={}, schedule=ps.schedule("1f1b", 2, 2))
+    now = [100.0]
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    times = BusyTimes(exchange, setting)
+    times._window, times._window_s = 1, 10.0
+    published = []
+    times._enqueue = lambda median_s: published.append(now[0])
+    interpreter = SimpleNamespace(stages={1: None}, clock=HostClock(), marks={})
+    while now[0] < 140.0:
+        times.step({1: interpreter})
+        now[0] += 4.0
+    assert published == [112.0, 124.0, 136.0]
+
+
+def test_steps_that_a_device_has_not_finished_are_left_out():
+    """Counted as 0, they would make the rank look fast."""
+    exchange = SimpleNamespace(store=HashStore(), rank=1, size=2, hosts=HOSTS)
+    setting = SimpleNamespace(planned_busy_s={}, schedule=ps.schedule("1f1b", 2, 2))
+    times = BusyTimes(exchange, setting)
+    times._window, times._window_s = 2, 0.0
+    medians = []
+    times._enqueue = medians.append
+    times_s = iter([2.0, None, None, 4.0, 9.0])
+    clock = SimpleNamespace(elapsed=lambda start, end: next(times_s))
+    interpreter = SimpleNamespace(stages={1: None}, clock=clock, marks={Op.parse("1F0"): (0, 1)})
+    for _ in range(5):
+        times.step({1: interpreter})
+    assert medians == [3.0]
 
 
 def _lines():
@@ -319,6 +365,7 @@ def test_a_thread_ends_with_the_store_and_a_later_one_begins_after_closing():
     times.close()
     times._enqueue(1.0)
     first = times._thread
+    assert first.daemon, "a program that fails would wait for it"
     times._enqueue(2.0)
     assert times._thread is first
     times.close()
