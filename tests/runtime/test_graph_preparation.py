@@ -60,8 +60,9 @@ def test_a_new_form_is_traced_before_the_batch_and_the_status_says_so(monkeypatc
 def test_a_form_whose_layers_differ_is_refused_before_any_op_runs():
     """In the middle of a step the other ranks would wait for a message that is never sent."""
     pipe = traced_pipeline(Small(), torch.randn(4, 4))
-    with pytest.raises(ChainError, match=r"fails on these inputs, also without a trace"):
-        pipe.train_batch(torch.randn(4, 5), torch.randint(0, 3, (4,)))
+    for _ in range(2):  # a form that could not be traced is not taken for a known one
+        with pytest.raises(ChainError, match=r"fails on these inputs, also without a trace"):
+            pipe.train_batch(torch.randn(4, 5), torch.randint(0, 3, (4,)))
     pipe.train_batch(torch.randn(4, 4), torch.randint(0, 3, (4,)))
 
 

@@ -10,6 +10,8 @@ from torch import nn
 
 import penstock as ps
 from penstock.errors import OutOfMemory
+from penstock.runtime.out_of_memory import MemoryUse, is_out_of_memory, out_of_memory
+from penstock.units import format_bytes
 
 
 class Greedy(nn.Module):
@@ -70,3 +72,38 @@ def test_without_a_plan_there_is_no_prediction():
     with pytest.raises(OutOfMemory, match=r"gradients and optimizer state\. Use smaller") as e:
         pipe.train_batch(torch.ones(8, 8), torch.ones(8, 8))
     assert e.value.predicted_bytes is None
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (MemoryError(), True),
+        (torch.OutOfMemoryError("CUDA out of memory"), True),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), True),
+        (RuntimeError("Storage size calculation overflowed with sizes=[9]"), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (ValueError("DefaultCPUAllocator"), False),
+        (KeyboardInterrupt(), False),
+    ],
+)
+def test_errors_of_exhausted_memory_are_told_from_others(error, expected):
+    """By their type, or by the texts of torch's RuntimeErrors for host memory."""
+    assert is_out_of_memory(error) == expected
+
+
+@pytest.mark.parametrize("predicted", [None, 0, 2048])
+def test_the_message_has_the_first_line_of_the_cause_and_every_amount(predicted):
+    """Torch adds a trace of C++ functions in further lines; a MemoryError has no text at all."""
+    use = MemoryUse(activations=1024, peak=4096, predicted=predicted)
+    for cause, reason in (
+        (RuntimeError(" no memory\nframe #0"), "no memory"),
+        (MemoryError(), "MemoryError"),
+    ):
+        error = out_of_memory(cause, (1, 2, "2F3", 4), use)
+        prediction = "" if predicted is None else f"; the plan predicted {format_bytes(predicted)}"
+        assert str(error).startswith(
+            f"rank 1 (stage 2) failed in 2F3 of step 4: out of memory: {reason}; the rank held "
+            "1.0 KiB of activations, and at its peak 4.0 KiB with weights, gradients and optimizer "
+            f"state{prediction}. Use smaller micro-batches"
+        )
+        assert (error.held_bytes, error.predicted_bytes) == (4096, predicted)

@@ -325,6 +325,10 @@ def layers(**changes):
     return traced(*modules)
 
 
+#: The samples of a micro-batch in slices; its programs are those of as many micro-batches.
+SLICED = ps.schedule("terapipe", 2, 3)
+
+
 def everything(description):
     """Return all that ranks compare."""
     return description.facts, description.lists, description.weights, description.homes
@@ -342,6 +346,8 @@ def everything(description):
         {"schedule": ps.schedule("gpipe", stages=2, micro_batches=4)},
         {"schedule": ps.schedule("1f1b", stages=2, micro_batches=3)},
         {"schedule": ps.schedule("naive", stages=2, micro_batches=3)},
+        {"schedule": SLICED},
+        {"schedule": dataclasses.replace(SLICED, slicing=None)},
         *(
             {"options": TrainingOptions(**{name: value})}
             for name, value in {

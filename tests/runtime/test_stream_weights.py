@@ -78,6 +78,10 @@ def test_every_stage_has_a_rule_with_its_own_uses_and_the_runs_options(rules):
         assert site.stages == 3
         for number in (0, 1, 7):
             assert site.use(number) == reference.at(rank, number)
+    # Stages, and not ranks, of which a stage may have several.
+    assembly_of(ps.schedule("pipedream", 2, 2, replicas=(2, 1)), (1, 1))
+    assert {rule.site.stages for rule in rules[-3:]} == {2}
+    del rules[3:]
     first = weights.by_rank
     weights.restart()
     assert len(rules) == 6
