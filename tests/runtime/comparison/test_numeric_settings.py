@@ -21,9 +21,10 @@ def settings():
     torch.use_deterministic_algorithms(mode=False)
 
 
-def test_a_cpu_has_none():
-    """CPU kernels sum in a fixed order and have no TF32."""
-    assert numeric_settings(torch.device("cpu")) == ()
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_cpu_has_none(device):
+    """CPU kernels sum in a fixed order and have no TF32; other devices have settings elsewhere."""
+    assert numeric_settings(torch.device(device)) == ()
 
 
 @pytest.mark.usefixtures("settings")

@@ -79,3 +79,19 @@ def test_the_copy_has_the_memory_format_of_the_run(layout):
     _, copies, _ = reference(modules, layout=layout)
     weight = copies[0].weight
     assert weight.is_contiguous(memory_format=torch.channels_last) == (layout is not None)
+
+
+@pytest.mark.parametrize("on_meta", ["weight", "bias"])
+def test_layers_that_are_on_the_meta_device_in_part_are_allocated(on_meta):
+    """And layers there may have no bias."""
+    layer = nn.Linear(2, 2)
+    layer.register_parameter(
+        on_meta, nn.Parameter(getattr(layer, on_meta).to("meta"), requires_grad=False)
+    )
+    modules = [layer, nn.Linear(2, 2, bias=False, device="meta")]
+    chain, copies, values = reference(modules)
+    for facts, module in zip(chain.layers, copies, strict=True):
+        for name, tensor in state_of(facts.name, module).items():
+            assert torch.equal(tensor, values[name])
+    assert [name for name, p in copies[0].named_parameters() if not p.requires_grad] == [on_meta]
+    assert copies[1].bias is None
