@@ -10,8 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tests.runtime.scripted import failing
 
-from penstock.errors import CheckpointDamaged, SettingError
+from penstock.errors import CheckpointDamaged, FileError, SettingError
 from penstock.runtime.state import checkpoints as module
 from penstock.runtime.state.checkpoints import Checkpoints, SeriesContext
 
@@ -218,6 +219,32 @@ def test_a_step_with_a_score_is_saved_again(tmp_path):
     checkpoints.save(pipe)
     assert save_steps(pipe) == [1, 1]
     assert [target.score for target in pipe.targets] == [None, 0.0]
+
+
+def test_a_save_that_could_not_begin_is_begun_again(tmp_path):
+    """Such as one of weights with NaN; it does not count as the checkpoint of its step."""
+    pipe = Pipe()
+    checkpoints = Checkpoints(tmp_path)
+    begin, pipe._begin_save = pipe._begin_save, failing(SettingError("NaN"))
+    with pytest.raises(SettingError, match="NaN"):
+        checkpoints.save(pipe)
+    pipe._begin_save = begin
+    checkpoints.finish(pipe)
+    assert (save_steps(pipe), checkpoints.saved_step) == ([0], 0)
+
+
+def test_a_save_that_fails_while_it_is_written_does_not_count_and_is_not_waited_for_again(tmp_path):
+    """The disk may have been full; the next checkpoint is another one."""
+    pipe = Pipe()
+    checkpoints = Checkpoints(tmp_path, every=1)
+    run(checkpoints, pipe, 1)
+    pipe.jobs[0].wait = failing(FileError("full"))
+    with pytest.raises(FileError, match="full"):
+        checkpoints.save(pipe, score=1.0)
+    assert checkpoints.saved_step is None
+    run(checkpoints, pipe, 1)
+    checkpoints.finish(pipe)
+    assert (save_steps(pipe), checkpoints.saved_step) == ([1, 2], 2)
 
 
 @pytest.mark.parametrize("stop_when", [False, True])

@@ -7,11 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tests.runtime.scripted import failing
 from torch import nn
 
 import penstock as ps
 from penstock.errors import RunError, SettingError
 from penstock.runtime.stale_guard import Guard, guards_of
+from penstock.runtime.state import model_state_methods
 from penstock.runtime.state.model_state_methods import ModelState, fill, guard_for, whole_state
 from penstock.stage import stage_state
 
@@ -145,6 +147,7 @@ def test_extra_state_of_a_model_is_left_alone():
         (lambda state: state.pop("0.bias"), "1 tensors .* \\('0.bias'\\)"),
         (lambda state: state.update(more=torch.ones(1)), "1 tensors .* \\('more'\\)"),
         (lambda state: state.update({"0.bias": torch.ones(2)}), "1 tensors .* \\('0.bias'\\)"),
+        (lambda state: state.update({"0.bias": torch.ones(3, 1)}), "1 tensors .* \\('0.bias'\\)"),
         (
             lambda state: state.update({name: torch.ones(1) for name in "abcd"}),
             "4 tensors .* \\('a', 'b', 'c', 'd'\\)",
@@ -204,6 +207,19 @@ def test_a_filled_model_may_be_read_and_one_that_was_not_filled_stays_stale(as_l
     assert [guard.stale for guard in guards] == [False, False]
     assert pipe.log == ["load_into"] * 2
     assert torch.equal(layers[1].weight, pipe._assembly.stages[1].layers[0].module.weight)
+
+
+@pytest.mark.parametrize("stale", [False, True])
+def test_a_model_that_was_filled_in_part_is_as_stale_as_before(stale, monkeypatch):
+    """Also if the user has interrupted it."""
+    pipe = Pipe(two_stages())
+    model = nn.Sequential(Scales(), Scales())
+    guard = Guard(0, 2, {0: "0"}, stale=stale)
+    guard.watch([model], [], copies=False)
+    monkeypatch.setattr(model_state_methods, "fill", failing(KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        pipe.load_into(model)
+    assert guard.stale == stale
 
 
 def test_marks_and_release_reach_the_guard_of_the_pipeline():

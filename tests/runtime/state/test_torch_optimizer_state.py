@@ -229,6 +229,18 @@ def test_unlike_groups_of_stages_have_no_common_optimizer(ranks):
     )
     with pytest.raises(SettingError, match=r'groups, \{.*"lr": 1\.0.*\} and \{.*"lr": 2\.0'):
         plain_state.restore(assembly, state_for([[0, 1]], {}))
+    # Options of one list and another are unlike, too.
+    for number, stage in enumerate(stages):
+        (group,) = stage.update.optimizer.param_groups
+        group["lr"], group["betas"] = 1.0, [0.5, number]
+    with pytest.raises(SettingError, match=r'"betas": \[0\.5, 0\].*"betas": \[0\.5, 1\]'):
+        plain_state.restore(assembly, state_for([[0, 1]], {}))
+    # The order of the options does not matter.
+    for number, stage in enumerate(stages):
+        (group,) = stage.update.optimizer.param_groups
+        del group["betas"]
+        if number:
+            group["lr"] = group.pop("lr")
     # A learning rate that is a tensor is one of its number.
     stages[1].update.optimizer.param_groups[0]["lr"] = torch.tensor(1.0)
     state = torch.optim.SGD(parameters, lr=3.0).state_dict()
@@ -280,6 +292,21 @@ def test_a_rank_whose_stages_have_no_parameters_gets_the_options():
     assert len(stand_in.param_groups[0]["params"]) == 1
     assert not stand_in.state
     assert len(optimizers[0].param_groups[0]["params"]) == 2
+
+
+def test_state_without_a_tensor_has_no_shape():
+    """Torch's SGD has kept None in place of a momentum buffer."""
+    assembly = single([["w0", "w1"]])
+    (optimizer,) = assembly.optimizers()
+    first, second = optimizer.param_groups[0]["params"]
+    step = torch.ones(())
+    saved = {
+        0: {"momentum_buffer": None, "step": step},
+        1: {"exp_avg": torch.ones(3), "step": step},
+    }
+    plain_state.restore(assembly, state_for([[0, 1]], saved))
+    assert optimizer.state[first]["momentum_buffer"] is None
+    assert optimizer.state[second]["exp_avg"].tolist() == [1.0] * 3
 
 
 def test_options_without_a_plain_value_are_not_compared():
