@@ -13,6 +13,7 @@ from torch import nn
 
 import penstock as ps
 from penstock.errors import ChainError, PlanError, ScheduleError, SettingError, UnknownName
+from penstock.runtime import pipeline as module
 from penstock.schedule.op import Schedule
 
 CASE = CASES["mlp"]
@@ -55,6 +56,21 @@ def test_the_optimizer_states_are_divided_as_the_plan_says(plan):
     assert pipeline(plan=divided, optimizer=sgd)._assembly.zero == 1
     assert pipeline(plan=divided, optimizer=sgd, zero=0)._assembly.zero == 0
     assert pipeline(plan=plan, optimizer=sgd)._assembly.zero == 0
+
+
+@pytest.mark.parametrize("optimizer", [None, torch.optim.AdamW])
+def test_the_memory_of_a_plan_is_checked_for_the_optimizer_of_the_run(plan, optimizer, monkeypatch):
+    """A plan is for one with a number of states; without an optimizer there is none."""
+    calls = []
+    monkeypatch.setattr(module, "check_optimizer_memory", lambda *args: calls.append(args))
+    pipe = pipeline(plan=plan, optimizer=optimizer)
+    if optimizer is None:
+        assert calls == []
+        return
+    ((checked_plan, chain, stage_optimizer),) = calls
+    assert checked_plan is plan
+    assert chain is pipe.chain.description
+    assert isinstance(stage_optimizer, torch.optim.AdamW)
 
 
 def test_a_plan_for_another_model_and_a_plan_beside_ones_own_words_are_refused(plan):

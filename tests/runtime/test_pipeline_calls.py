@@ -13,8 +13,6 @@ from torch import nn
 
 import penstock as ps
 from penstock.errors import RunError, SettingError, StageFailed
-from penstock.runtime import pipeline as module
-from penstock.runtime.assembly import Assembly
 from penstock.schedule.op import Kind
 
 
@@ -171,77 +169,6 @@ def test_closing_ends_everything_and_reports_what_no_batch_has_read():
     with pytest.raises(RunError, match="not finite"):
         pipe.close()
     assert log == ["times", "world"], "a model that is stale stays guarded"
-
-
-def test_a_pipeline_is_constructed_in_the_order_in_which_ranks_can_compare(monkeypatch):
-    """Settings before links, optimizers before weights are sent: ranks with different ones would
-    wait for messages that never come.
-    """
-    log = []
-    names = (
-        "next_settings_exchange",
-        "place_on_hosts",
-        "compare_settings",
-        "world_of",
-        "assemble",
-        "compare_optimizers",
-        "guard_for",
-    )
-
-    def recorded(name):
-        function = getattr(module, name)
-
-        def call(*args, **options):
-            log.append((name, args, options))
-            return function(*args, **options)
-
-        return call
-
-    for name in names:
-        monkeypatch.setattr(module, name, recorded(name))
-    begin = module.Pipeline._begin
-    monkeypatch.setattr(
-        module.Pipeline,
-        "_begin",
-        lambda self, *args: log.append(("begin", args)) or begin(self, *args),
-    )
-    share = Assembly.share_weights
-    monkeypatch.setattr(
-        Assembly, "share_weights", lambda self: log.append(("share",)) or share(self)
-    )
-    model = plain_layers()
-    pipe = threads(
-        model, [2, 1], seed=5, check_data=False, accumulate=3, scaler=True, deadline_s=7.0
-    )
-    assert [entry[0] for entry in log] == [*names, "share", "begin"]
-    _, (exchange, chain, setting, training), options = log[2]
-    assert (exchange, options) == (None, {"check_data": False})
-    assert (setting.lengths, training.seed) == ((2, 1), 5)
-    assert chain.modules[0] is model[0]
-    assert log[0][1][1].deadline_s == log[3][1][2].deadline_s == 7.0
-    scaling, whole_chain = log[-1][1]
-    assert whole_chain is chain
-    assert pipe._global_step.scaler is scaling is not None
-    assert pipe._world.calls.check_data is False
-    assert (pipe.accumulate, pipe.step) == (3, 0)
-    assert threads(model, [2, 1])._world.calls.check_data is True
-
-
-@pytest.mark.parametrize(
-    ("layer", "schedule", "text"),
-    [
-        (nn.BatchNorm1d(4), ps.schedule("terapipe", 2, 2), "terapipe cuts sequences into slices"),
-        (
-            nn.Embedding(4, 4, max_norm=1.0),
-            ps.schedule("1f1b", 2, 2, replicas=(2, 1)),
-            "max_norm",
-        ),
-    ],
-)
-def test_layers_that_a_schedule_would_train_differently_are_refused(layer, schedule, text):
-    """Before anything is constructed."""
-    with pytest.raises(SettingError, match=text):
-        threads(nn.Sequential(layer, nn.Linear(4, 2)), [1, 1], schedule=schedule)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
