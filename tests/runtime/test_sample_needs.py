@@ -297,6 +297,7 @@ def test_a_reader_reads_what_is_needed_of_inputs_and_of_targets(seed):
     ("inputs", "targets", "batch", "drop_last", "words"),
     [
         (WHOLE, WHOLE[:7], 2, False, "8 inputs and 7 targets: every input needs its own target"),
+        (WHOLE[:7], WHOLE, 2, False, "7 inputs and 8 targets: every input needs its own target"),
         (WHOLE, WHOLE, 0, False, "batch is a whole number of 1 or more, not 0"),
         (WHOLE, WHOLE, -1, False, "batch is a whole number of 1 or more, not -1"),
         (WHOLE, WHOLE, True, False, "batch is a whole number of 1 or more, not True"),

@@ -54,6 +54,11 @@ def test_the_timeline_has_the_sizes_of_the_batches_since_the_pipeline_was_filled
             pass
     forwards = [event for event in pipe.timeline().compute if event.op.kind is Kind.F]
     assert len([event for event in forwards if event.rank == 0]) == 2 * 4
+    for _ in pipe.train([*batches(1), *batches(1, samples=2)]):
+        pass
+    forwards = [event for event in pipe.timeline().compute if event.op.kind is Kind.F]
+    numbers = [event.op.micro_batch for event in forwards if event.rank == 0]
+    assert sorted(numbers) == [0, 1, 2, 3, 4, 5], "a small batch has two micro-batches"
 
 
 def stream_of(pipe):
