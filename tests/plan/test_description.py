@@ -290,6 +290,9 @@ def test_bounds_notes_and_sharding_have_lines_of_their_own():
         f"tensor parallel 4, sequence parallel, ZeRO 2, 8 devices; each rank is 4 devices{end}"
     ]
     assert lines_with(replace(base, zero=1), "export") == [f"ZeRO 1, 2 devices{end}"]
+    assert lines_with(replace(base, tensor_parallel=2), "export") == [
+        f"tensor parallel 2, 4 devices; each rank is 2 devices{end}"
+    ]
     assert lines_with(base, "devices") == []
     planned = replace(base, planner="gpipe")
     assert lines_with(planned, "by planner") == ["by planner gpipe"]

@@ -98,11 +98,14 @@ def test_the_schedule_is_read_back_whole():
         ),
         ({"lengths": [2, 2]}, r"stage lengths \[2, 2\] must be positive and sum to the 3 layers"),
         ({"lengths": [3, 0]}, r"stage lengths \[3, 0\] must be positive"),
+        ({"lengths": [1, 1]}, r"stage lengths \[1, 1\] must be positive and sum to the 3 layers"),
         ({"lengths": [1, 1, 1]}, "the programs have 2 stages, the lengths 3"),
         ({"lengths": [3]}, "the programs have 2 stages, the lengths 1"),
         ({"micro_batches": 8}, "the programs have 4 micro-batches, not 8"),
+        ({"micro_batches": 2}, "the programs have 4 micro-batches, not 2"),
         ({"batch": 3}, "a batch of 3 cannot be cut into 4 micro-batches"),
         ({"programs": ["0F0 0X0"]}, "'0X0' is not an op"),
+        ({"programs": ["0F0 0B0 1F99999999"]}, "stages x micro-batches may be 5,000,000 at most"),
         ({"weights": "stach"}, "no weight rule called 'stach'. Did you mean 'stash'"),
         ({"weights": "stash"}, "weight rule 'stash' does not go with 1f1b, which is synchronous"),
         (
@@ -110,6 +113,10 @@ def test_the_schedule_is_read_back_whole():
             "weight rule 'flush' has no option decay: it takes none",
         ),
         ({"devices": [1]}, r"devices \[1\] must be 2 different ones of the cluster's 4"),
+        (
+            {"devices": [0, 1, 1]},
+            r"devices \[0, 1, 1\] must be 2 different ones of the cluster's 4",
+        ),
         ({"devices": [1, 1]}, r"devices \[1, 1\] must be 2 different ones of the cluster's 4"),
         ({"devices": [0, 4]}, r"devices \[0, 4\] must be 2 different ones of the cluster's 4"),
         ({"devices": [-1, 0]}, r"devices \[-1, 0\] must be 2 different ones"),
@@ -218,6 +225,12 @@ def test_a_plan_saved_before_streams_existed_is_read(tmp_path):
         del row["weights"]
     path.write_text(json.dumps(data))
     assert Plan.load(path) == plan()
+
+
+def test_plans_that_differ_in_a_note_on_their_search_alone_are_equal():
+    """Whether the clock cut a search short depends on the machine, and changes nothing in a run."""
+    assert replace(plan(), search_note="cut short") == plan()
+    assert replace(plan(), pipeline_note="faster") != plan()
 
 
 def test_all_results_of_a_planner_survive_json(tmp_path):

@@ -112,6 +112,26 @@ def test_slices_that_the_shares_do_not_have_count_as_whole():
     assert arrays.in_flight == ((2,), (2,))
 
 
+def test_shares_that_add_up_to_a_micro_batch_are_a_whole_number():
+    """Ten tenths are 0.9999999999999999 in floats: a peak of 1 must not print as that."""
+    programs = Schedule((tuple(Op(Kind.F, 0, n) for n in range(10)),))
+    cut = replace(programs, slicing=Slicing("samples", ((0.1,) * 10,)))
+    assert op_arrays(cut).in_flight == ((1,), (1,))
+
+
+@pytest.mark.parametrize("rows", [[], [0], [1, 2], [2, 3, 4], [0, 1, 2, 3, 4]])
+def test_some_of_the_ops_keep_their_ranks_and_order(rows):
+    """Ranks without ops, at the start, between and at the end, have an empty range of rows."""
+    programs = [[], Schedule.parse("0F0 0B0").ops, [], Schedule.parse("1F0 1B0 1U1").ops, []]
+    arrays = OpArrays.of(programs)
+    part = arrays.at(np.array(rows, int))
+    assert part.all_ops() == [arrays.op(row) for row in rows]
+    assert part.rank.tolist() == [arrays.rank[row] for row in rows]
+    for rank in range(len(programs)):
+        rows_of_rank = range(part.first[rank], part.first[rank + 1])
+        assert list(rows_of_rank) == [i for i, row in enumerate(rows) if arrays.rank[row] == rank]
+
+
 @settings(max_examples=20)
 @given(st.lists(st.integers(0, 2)))
 def test_runs_begin_where_a_key_differs_from_the_one_before(keys):
@@ -122,8 +142,11 @@ def test_runs_begin_where_a_key_differs_from_the_one_before(keys):
 
 def test_numbers_of_more_than_64_bits_are_refused():
     """A line of text may have them."""
-    with pytest.raises(ScheduleError, match="numbers of at most 18 digits"):
-        OpArrays.of([[Op(Kind.F, 0, 2**63)]])
+    for op in (Op(Kind.F, 0, 2**63), Op(Kind.F, 2**63, 0)):
+        with pytest.raises(ScheduleError, match="numbers of at most 18 digits"):
+            OpArrays.of([[op]])
+    longest = Op(Kind.F, 10**18 - 1, 10**18 - 1)
+    assert OpArrays.of([[longest]]).all_ops() == [longest]
 
 
 def test_a_peak_is_never_below_nothing():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,30 @@ def test_the_docstring_declares_facts_and_the_familys_tests_hold_each(name):
         assert re.search(words, text), (
             f"{tests} does not test {fact!r} of {name}: evaluate it there"
         )
+
+
+def test_a_family_that_refuses_its_numbers_says_no_more_without_replicas():
+    """The numbers in its message are those that were asked for."""
+    with pytest.raises(ScheduleError) as caught:
+        schedule("dualpipe-v", 4, 3)
+    assert str(caught.value) == (
+        "dualpipe-v of 4 stages takes 4 micro-batches or more and got 3; zb-v takes any number"
+    )
+
+
+def test_a_type_error_inside_a_family_is_passed_on_if_no_option_can_be_its_cause(monkeypatch):
+    """It is a defect of the family, and no misspelt option."""
+
+    def broken(stages, micro_batches, group=1):
+        """Add a number to a text."""
+        return stages + "micro-batches" * group
+
+    entry = replace(FAMILIES.find("gpipe"), make=broken)
+    monkeypatch.setattr(FAMILIES, "find", lambda name: entry)
+    with pytest.raises(TypeError, match="unsupported operand"):
+        schedule("gpipe", 2, 2)
+    with pytest.raises(ScheduleError, match="gpipe cannot use group=3: unsupported operand"):
+        schedule("gpipe", 2, 2, group=3)
 
 
 def test_no_alias_hides_a_schedule():

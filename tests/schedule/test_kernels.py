@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -26,6 +27,7 @@ from penstock.schedule.kernels import (
 )
 from penstock.schedule.op import Schedule
 from penstock.schedule.recompute import Recompute
+from penstock.schedule.streaming.streams import Stream, Waves
 from penstock.simulate.costs import LINKS
 from penstock.simulate.simulate import tables_of, times_of
 
@@ -119,6 +121,75 @@ def check_spans(case_schedule, rng, overlap):
         assert spans.makespan[vector] == times.end.max()
         assert spans.first[has_ops, vector].tolist() == times.start[begins].tolist()
         assert spans.last[has_ops, vector].tolist() == times.end[ends].tolist()
+
+
+def times_by_op(case_schedule, seconds, message_s, overlap=True):
+    """Start, end, sent and arrived of every op: ops take `seconds` by kind, messages `message_s`."""
+    dependencies = dependencies_of(case_schedule)
+    ops = dependencies.ops
+    table = np.array([*(seconds[op.kind.value] for op in ops.all_ops()), message_s])
+    entries = np.arange(len(ops))
+    durations = Durations(entries, np.full(len(ops), len(ops)), table, overlap)
+    times = Times(*(np.full(len(ops), -1.0) for _ in range(4)))
+    dependencies.time_ops(durations, times)
+    rows = zip(
+        ops.rank.tolist(), map(str, ops.all_ops()), *map(np.ndarray.tolist, times), strict=True
+    )
+    return {(rank, op): tuple(figures) for rank, op, *figures in rows}
+
+
+@pytest.mark.parametrize(
+    ("overlap", "forwards"),
+    [
+        (True, [(0, 1, 1, 4), (1, 2, 4, 7), (2, 3, 7, 10)]),
+        (False, [(0, 1, 1, 4), (4, 5, 5, 8), (8, 9, 9, 12)]),
+    ],
+)
+def test_a_message_leaves_when_its_link_is_free(overlap, forwards):
+    """Messages of 3 s queue on their link; without overlap, their sender waits for them."""
+    times = times_by_op(schedule("gpipe", 2, 3).forward_only(), {"F": 1.0}, 3.0, overlap)
+    assert [times[0, f"0F{n}"] for n in range(3)] == forwards
+    # The last stage sends nothing: its values are there at their ends.
+    arrivals = [arrived for *_, arrived in forwards]
+    assert [times[1, f"1F{n}"] for n in range(3)] == [
+        (start, start + 1, start + 1, start + 1) for start in arrivals
+    ]
+
+
+def test_an_op_waits_for_both_of_its_inputs_to_arrive():
+    """The second op of a slice waits for a message beside its forward; pairs wait for both ops'."""
+    paired = Schedule.parse("0F0 0F1 0F2&0B0 0B1 0B2\n1F0 1B0 1F1 1B1 1F2 1B2")
+    times = times_by_op(paired, {"F": 1.0, "B": 1.0}, 2.0)
+    assert times[1, "1B0"] == (4, 5, 5, 7) == (*times[1, "1F0"][1:2], 5, 5, 7)
+    assert times[0, "0F2"][:2] == times[0, "0B0"][:2] == (7, 8)
+    copies = Schedule.parse("0F0 0B0 0U1\n1F0 1F1 1B0 1B1 1U1\n0F1 0B1 0U1")
+    times = times_by_op(copies, {"F": 1.0, "B": 1.0, "U": 1.0}, 2.0)
+    # The copies of stage 0 update together, when the gradient of the later one is complete.
+    assert times[1, "1B1"] == (6, 7, 7, 9)
+    assert times[2, "0B1"] == (9, 10, 10, 10)
+    assert times[0, "0U1"][:2] == times[2, "0U1"][:2] == (10, 11)
+
+
+def test_an_update_that_awaits_an_earlier_wave_starts_after_all_its_replicas():
+    """On three copies with waves of one update and distance 1: the slowest of them decides."""
+    rows = [f"0F{n} 0B{n} 0U1 0F{n + 3} 0B{n + 3} 0U2" for n in range(3)]
+    waves = replace(
+        Schedule.parse("\n".join(rows)),
+        synchronous=False,
+        stream=Stream(6, "hetpipe", waves=Waves(1, 1)),
+    )
+    dependencies = dependencies_of(waves)
+    count = len(dependencies.ops)
+    for slow in range(3):
+        # The first update of one rank takes 50 s, all other ops 1 s.
+        table = np.ones(count)
+        table[6 * slow + 2] = 50.0
+        durations = Durations(np.arange(count), np.arange(count), table, overlap=True)
+        times = Times(*(np.zeros(count) for _ in range(4)))
+        dependencies.time_ops(durations, times)
+        assert [times.start[6 * rank + 5] for rank in range(3)] == [
+            54 if rank == slow else 52 for rank in range(3)
+        ]
 
 
 @pytest.mark.parametrize("second", [-1, 1])

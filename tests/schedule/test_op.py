@@ -109,6 +109,10 @@ def test_facts_of_a_schedule_follow_from_where_ops_stand():
     assert schedule.stages_of_rank == ((0, 1), (0,), ())
     assert schedule.ranks_of_stage == ((0, 1), (0,))
     assert schedule.copies == 2
+    # Of the stage that has the most, whichever it is.
+    assert Schedule.parse("0F0 0F1 0B0 0B1\n1F0 1B0\n1F1 1B1").copies == 2
+    # Up to the highest one that is named, though stage 1 has no op.
+    assert Schedule.parse("0F0 2F0").stages == 3
     assert not Schedule.parse("0F0 0B0 0U1").splits_backward
 
 
@@ -116,6 +120,11 @@ def test_the_ranks_of_a_boundary_are_those_of_the_two_forwards_of_each_micro_bat
     """Micro-batch 1 is on the second copy of stage 0."""
     schedule = Schedule.parse("0F0 0F2 0B0 0B2\n0F1 0B1\n1F0 1F1 1F2 1B0 1B1 1B2")
     assert schedule.boundary_ranks(0) == [(0, 2), (1, 2), (0, 2)]
+    cut = replace(
+        Schedule.parse("0F0 0F1 0B0 0B1\n1F0 1F1 1B0 1B1"),
+        slicing=Slicing("samples", ((0.5, 0.5),)),
+    )
+    assert cut.boundary_ranks(0) == [(0, 1), (0, 1)]
 
 
 def test_a_schedule_without_ops_has_no_stages_and_no_micro_batches():
@@ -137,6 +146,9 @@ def test_programs_given_as_lists_become_tuples():
     schedule = Schedule([[Op(Kind.F, 0, 0)]])
     assert schedule == Schedule.parse("0F0")
     assert hash(schedule) == hash(Schedule.parse("0F0"))
+    ops = Op(Kind.F, 0, 1), Op(Kind.B, 0, 0)
+    paired = Schedule([ops], pairs={ops})
+    assert hash(paired) == hash(Schedule.parse("0F1&0B0"))
 
 
 def test_taking_more_micro_batches_than_there_are_changes_nothing():
@@ -155,7 +167,7 @@ def test_a_short_batch_keeps_the_order_and_the_update():
     )
 
 
-def _made(name, stages, micro_batches):
+def schedule_or_none(name, stages, micro_batches):
     """The schedule, or None where its family refuses these numbers."""
     try:
         return schedule(name, stages, micro_batches)
@@ -171,7 +183,7 @@ def test_every_prefix_of_every_schedule_is_sound(name):
     tried = 0
     for stages in (1, 2, 3, 4, 6):
         for micro_batches in (1, 2, 4, 8, 12):
-            family_schedule = _made(name, stages, micro_batches)
+            family_schedule = schedule_or_none(name, stages, micro_batches)
             if family_schedule is not None and family_schedule.stream is not None:
                 family_schedule = replace(with_batch_count(family_schedule, 1), stream=None)
             for count in (
@@ -194,7 +206,7 @@ def test_forwards_alone_of_every_schedule_run_to_their_end(name):
     tried = 0
     for stages in (1, 2, 3, 4, 6):
         for micro_batches in (1, 2, 4, 8):
-            family_schedule = _made(name, stages, micro_batches)
+            family_schedule = schedule_or_none(name, stages, micro_batches)
             if family_schedule:
                 tried += 1
                 _check_forwards(family_schedule)

@@ -38,14 +38,14 @@ def test_rows_are_where_the_ops_are(schedule):
             assert index.of_op(op) == row
     backwards = np.array([row for row, op in enumerate(schedule.ops) if op.kind in GRADIENTS])
     for offset in (-1, 0, 1):
-        rows, found = index.on_neighbour(backwards, offset, GRADIENTS)
+        rows, neighbours = index.on_neighbour(backwards, offset, GRADIENTS)
         expected = []
         for row in backwards:
             _, stage, number = schedule.ops[row]
             candidates = [row_of.get(Op(kind, stage + offset, number), -1) for kind in GRADIENTS]
             if 0 <= stage + offset < schedule.stages:
                 expected.append((row, max(candidates)))
-        assert list(zip(rows.tolist(), found.tolist(), strict=True)) == expected
+        assert list(zip(rows.tolist(), neighbours.tolist(), strict=True)) == expected
 
 
 def test_numbers_may_have_gaps_and_exceed_the_number_of_ops():
@@ -88,6 +88,9 @@ def test_an_op_that_no_rank_runs_has_no_row(op):
         ("0F0 0B0 2F0 2B0 0U1", "rank 0: no op takes the output of 0F0 for stage 1"),
         ("0F0 0B0 0B0 0U1", "mine is not valid: 0B0 occurs 2 times"),
         ("0F0 0E5 0B0 0U1", "mine is not valid: `verify` reports why"),
+        # An E or L is on two ranks, which is not twice too often.
+        ("0F0 0E0 0L0 0B0 0U1\n0L0", "mine is not valid: `verify` reports why"),
+        ("0F7 0F90 0B7 0B8 0U1", "rank 0: 0B8 needs 0F8, which no rank runs"),
     ],
 )
 def test_programs_without_an_op_or_with_one_twice_are_refused_by_its_name(text, message):
@@ -101,6 +104,18 @@ def test_negative_numbers_and_slices_without_shares_are_refused():
     for op in (Op(Kind.F, -1, 0), Op(Kind.F, 0, -1)):
         with pytest.raises(ScheduleError, match=r"verify|needs|takes"):
             OpIndex(Schedule(((op, Op(Kind.F, 0, 0), Op(Kind.B, 0, 0)),)))
-    cut = replace(schedule("gpipe", 2, 2), slicing=Slicing("samples", ((0.5, 0.25, 0.25),)))
-    with pytest.raises(ScheduleError, match="gpipe is not valid"):
-        OpIndex(cut)
+    for rows in ([Op(Kind.F, 0, -1)], [Op(Kind.F, -1, 0), *Schedule.parse("0F0 1B0 0B0").ops]):
+        with pytest.raises(ScheduleError, match=r"verify|needs|takes"):
+            OpIndex(Schedule((tuple(rows),)))
+    for shares in ((0.5, 0.25, 0.25), (1.0,)):
+        cut = replace(schedule("gpipe", 2, 2), slicing=Slicing("samples", (shares,)))
+        with pytest.raises(ScheduleError, match="gpipe is not valid"):
+            OpIndex(cut)
+
+
+def test_a_missing_slice_is_named_with_the_op_that_needs_it():
+    """With tokens, the forward of a slice needs that of the slice before it."""
+    slicing = Slicing("tokens", ((0.5, 0.5),))
+    alone = replace(Schedule.parse("0F1 0B1 0U1"), slicing=slicing)
+    with pytest.raises(ScheduleError, match="rank 0: 0F1 needs 0F0, which no rank runs"):
+        dependencies_of(alone)

@@ -33,7 +33,7 @@ def test_every_schedule_can_stand_there_several_times(name):
         (4, 17, 2),
         (3, 7, 3),
     ):
-        replicated = _made(name, stages, micro_batches, replicas=replicas)
+        replicated = schedule_or_none(name, stages, micro_batches, replicas=replicas)
         if replicated is None:
             continue
         verify(replicated)
@@ -62,7 +62,7 @@ def test_every_schedule_can_stand_there_several_times(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_every_pipeline_plays_the_familys_own_programs(name):
     """Twice the batch on twice the ranks takes the same time."""
-    one = next(filter(None, (_made(name, stages, 8) for stages in (4, 2, 1))))
+    one = next(filter(None, (schedule_or_none(name, stages, 8) for stages in (4, 2, 1))))
     two = schedule(
         name, one.stages, 16, replicas=2, **({"batches": one.batches} if one.stream else {})
     )
@@ -76,7 +76,7 @@ def test_every_pipeline_plays_the_familys_own_programs(name):
     assert verify(two).peak_on_rank == verify(one).peak_on_rank * 2
 
 
-def _made(name, stages, micro_batches, **options):
+def schedule_or_none(name, stages, micro_batches, **options):
     try:
         return schedule(name, stages, micro_batches, **options)
     except ScheduleError:
@@ -211,6 +211,7 @@ def test_a_warm_up_that_is_given_counts_for_a_stages_ranks_together():
         (1.5, "1f1b needs at least 1 of replicas and got 1.5"),
         ((2, 0), "1f1b needs at least 1 of replicas and got 0"),
         ((2,), "1f1b in 2 stages takes one number of replicas, or 2, one per stage, not 1"),
+        ((1, 1, 1), "1f1b in 2 stages takes one number of replicas, or 2, one per stage, not 3"),
         (5, "1f1b with replicas=5 needs at least 5 micro-batches, one for each replica, and got 4"),
         (
             (5, 1),
@@ -246,6 +247,14 @@ def test_uneven_replicas_of_other_forms_are_refused(name, stages, message):
     """Taking micro-batches in turn would separate the ops of a pair, or the stages of a rank."""
     with pytest.raises(ScheduleError, match=message):
         schedule(name, stages, 8, replicas=[2, 1, 1, 1])
+
+
+@pytest.mark.parametrize("replicas", [(1, 3, 2, 1), (3, 1, 1, 1), (1, 1, 1, 3)])
+@pytest.mark.parametrize("name", ["chimera", "bpipe"])
+def test_uneven_replicas_of_other_forms_are_answered_with_the_most_of_them(name, replicas):
+    """So many replicas of the whole pipeline give every stage at least what was asked for."""
+    with pytest.raises(ScheduleError, match=r"for all stages, such as replicas=3$"):
+        schedule(name, 4, 8, replicas=replicas)
 
 
 def test_a_family_that_refuses_the_share_of_a_pipeline_says_so():

@@ -7,7 +7,7 @@ import pytest
 from penstock.errors import Finding
 from penstock.schedule.catalogue import schedule
 from penstock.schedule.lower import Direction, LoweredSchedule, Message, Transfer, lower
-from penstock.schedule.op import Kind, Op
+from penstock.schedule.op import Kind, Op, Schedule
 from penstock.schedule.transfers import ops_alone, transfer_findings, unsound
 
 GPIPE = schedule("gpipe", 3, 2)
@@ -150,6 +150,35 @@ def test_transfers_of_values_that_do_not_cross_are_needless():
         "sends what no op makes or no op takes: F of micro-batch 9 from stage 1 to 2",
         "receives what no op makes or no op takes: B of micro-batch 8 from stage 2 to 1",
     ]
+
+
+def test_whether_a_value_crosses_is_decided_for_each_micro_batch():
+    """Copies of a stage: micro-batch 0 crosses from rank 0 to 1, both stages of 1 are on rank 1."""
+    copies = Schedule.parse("0F0 0B0 0U1\n1F0 1B0 0F1 1F1 1B1 0B1 1U1 0U1")
+
+    def within(programs):
+        programs[1].append(Transfer(Direction.SEND, Message(Kind.F, 0, 1), 0))
+
+    (finding,) = findings_of(within, copies)
+    assert finding.message.endswith("stages 0 and 1 are both on rank 1")
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 3, 9])
+def test_a_receive_that_is_posted_early_waits_for_nothing(ahead):
+    """Only the op that takes the value waits; a receive before its sender can run is no cycle."""
+    lowered = lower(schedule("1f1b", 3, 4), ahead)
+    assert transfer_findings(ops_alone(lowered), lowered) == []
+
+
+def test_findings_end_at_a_thousand():
+    """A file of wrong transfers would have as many as it has transfers."""
+
+    def stray(programs):
+        programs[1] += [
+            Transfer(Direction.SEND, Message(Kind.F, 1, number), 2) for number in range(9, 1500)
+        ]
+
+    assert len(findings_of(stray)) == 1000
 
 
 def test_receives_in_another_order_than_the_sends_are_named_with_their_number():

@@ -51,18 +51,18 @@ def _optimum(problem, homes, c):
             )
             end["F", s], end["B", s], ends[s, n] = start["F", s] + f[s], turned, released
         for s, (here, there) in enumerate(pairwise(homes[n])):
-            for made, taken, link, seconds in (
+            for producer, consumer, link, seconds in (
                 (("F", s), ("F", s + 1), (here, there), up[s]),
                 (("B", s + 1), ("B", s), (there, here), down[s]),
             ):
-                sent = end[made]
+                sent = end[producer]
                 if here != there:
                     leaves = time()
                     model.add(leaves >= sent)
-                    model.add(start[taken] >= leaves + seconds)
-                    sends.setdefault(link, []).append((start[made], sent, leaves, seconds))
+                    model.add(start[consumer] >= leaves + seconds)
+                    sends.setdefault(link, []).append((start[producer], sent, leaves, seconds))
                 else:
-                    model.add(start[taken] >= sent)
+                    model.add(start[consumer] >= sent)
     for messages in sends.values():
         for (start_a, sent_a, a, for_a), (start_b, sent_b, other, for_b) in combinations(
             messages, 2

@@ -13,6 +13,14 @@ from penstock.synthesis.problem import Constraints, StageCosts, problem_for
 
 PLACED = {"linear": 1, "interleaved": 2, "v": 2, "bidirectional": 1}
 
+#: Four unlike stages.
+UNEVEN = Costs(
+    forward=(3.0, 5.0, 2.0, 4.0),
+    input_grad=(2.0, 6.0, 3.0, 4.0),
+    weight_grad=(3.0, 4.0, 1.0, 5.0),
+    transfer=0.5,
+)
+
 
 @st.composite
 def problems(draw, stages=(2, 4), micro_batches=5, placements=tuple(PLACED), whole=True):

@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 
-from penstock.errors import ScheduleError
+from penstock.errors import ScheduleError, SettingError
 from penstock.simulate.costs import Costs
 from penstock.synthesis.problem import (
     Constraints,
@@ -53,6 +53,15 @@ def test_arrays_have_the_costs_of_every_copy_and_who_receives_what():
         down = message[stage - 1] if stage else 0.0
         expected = [*(field[stage] for field in fields), up, down, COSTS.activation_bytes[stage]]
         assert spec.cost[copy].tolist() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("name", ["forward", "backward", "activation_bytes", "transfer"])
+def test_costs_that_differ_by_micro_batch_are_refused(name):
+    """Programs are encoded without the numbers of their micro-batches."""
+    rows = ((1.0, 2.0),) if name == "transfer" else ((1.0, 2.0),) * 2
+    costs = Costs(**{"forward": (1.0, 1.0), name: rows})
+    with pytest.raises(SettingError, match=f"{name} .*differs by micro-batch"):
+        StageCosts.of(costs, 2)
 
 
 def test_derived_costs_are_the_least_of_a_whole_and_a_split_backward():

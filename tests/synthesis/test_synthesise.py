@@ -3,16 +3,16 @@ proves.
 """
 
 import math
-import sys
+import time
 from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.synthesis.reference import optimum
-from tests.synthesis.requests import best_of_zoo, held, problem_of, problems
+from tests.synthesis.requests import UNEVEN, best_of_zoo, held, problem_of, problems
 
-from penstock.errors import MissingExtra, ScheduleError, SettingError
+from penstock.errors import ScheduleError
 from penstock.schedule.catalogue import schedule
 from penstock.schedule.op import Kind
 from penstock.simulate.costs import Costs
@@ -20,16 +20,10 @@ from penstock.simulate.simulate import simulate_schedule
 from penstock.synthesis import exact, local
 from penstock.synthesis.bound import lower_bound, preemptive
 from penstock.synthesis.problem import Constraints
-from penstock.synthesis.synthesise import MOST_S, Settings, Synthesis, _run_all, synthesise
+from penstock.synthesis.synthesise import Settings, Synthesis, synthesise
 from penstock.verify.verify import verify
 
 QUIET = {"deadline": None, "suppress_health_check": list(HealthCheck)}
-UNEVEN = Costs(
-    forward=(3.0, 5.0, 2.0, 4.0),
-    input_grad=(2.0, 6.0, 3.0, 4.0),
-    weight_grad=(3.0, 4.0, 1.0, 5.0),
-    transfer=0.5,
-)
 
 
 def settings_of(constraints, **more):
@@ -114,7 +108,7 @@ def test_a_budget_of_nothing_still_gives_a_schedule():
     assert verify(synthesise(UNEVEN, 6, Settings(budget_s=0)).schedule)
     tight = synthesise(UNEVEN, 6, Settings(budget_s=0, memory_limit=2, placement="v"))
     assert max(verify(tight.schedule).peak_on_rank) <= 2
-    assert tight.zoo is None
+    assert (tight.zoo, tight.zoo_makespan) == (None, None)
 
 
 def test_any_placement_is_the_best_of_all_that_fit():
@@ -200,60 +194,6 @@ def test_a_limit_below_one_micro_batch_is_refused_with_what_is_needed():
         synthesise(UNEVEN, 4, Settings(memory_limit=(2, 1), placement="v"))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"placement": "circle"}, "no placement 'circle': take one of linear"),
-        ({"placement": "v", "ranks": 3}, "placement 'v' of 4 stages has 2 ranks, not 3"),
-        ({"placement": "interleaved", "ranks": 3}, "which 3 ranks cannot hold"),
-        ({"ranks": 0}, "at least 1 of ranks and got 0"),
-        ({"memory_limit": 0}, "memory_limit is above 0, not 0"),
-        ({"memory_limit": (1, 2)}, "memory_limit has 2 entries, but there are 4 ranks"),
-        ({"memory_limit": "2 GiB"}, "the costs carry no activation_bytes"),
-        ({"budget_s": -1}, "budget_s of 0 seconds or more, not -1"),
-        ({"budget_s": True}, "budget_s of 0 seconds or more, not True"),
-        ({"budget_s": "5"}, "budget_s of 0 seconds or more, not '5'"),
-        ({"budget_s": math.nan}, "budget_s of 0 seconds or more, not nan"),
-        ({"max_rounds": -1}, "max_rounds of 0 or more, not -1"),
-        ({"max_rounds": True}, "max_rounds of 0 or more, not True"),
-        ({"seed": 0.5}, "seed of 0 or more, not 0.5"),
-        ({"memory_limit": True}, "memory_limit is above 0, not True"),
-        ({"memory_limit": math.nan}, "memory_limit is above 0, not nan"),
-    ],
-)
-def test_settings_that_make_no_sense_are_refused(options, message):
-    """Each message says what is taken instead."""
-    with pytest.raises(ScheduleError, match=message):
-        synthesise(UNEVEN, 4, Settings(**options))
-
-
-def test_shapes_that_a_placement_cannot_have_are_refused():
-    """What needs two stages on a rank, or two ways, says so."""
-    three = Costs(forward=(1.0,) * 3)
-    with pytest.raises(ScheduleError, match="takes an even number of stages, not 3"):
-        synthesise(three, 4, Settings(placement="v"))
-    with pytest.raises(ScheduleError, match="it takes 2 or more, not 1"):
-        synthesise(three, 1, Settings(placement="bidirectional"))
-    with pytest.raises(ScheduleError, match="needs 2 stages or more"):
-        synthesise(Costs(forward=(1.0,)), 2, Settings(placement="bidirectional"))
-    with pytest.raises(ScheduleError, match="no placement is possible"):
-        synthesise(three, 4, Settings(placement="any", memory_limit=0.5))
-    with pytest.raises(ScheduleError, match="do not tell the number of stages"):
-        synthesise(Costs(), 4)
-    with pytest.raises(SettingError, match="differs by micro-batch"):
-        synthesise(Costs(forward=((1.0, 2.0), (1.0, 2.0))), 2)
-
-
-def test_a_proof_without_or_tools_names_the_extra(monkeypatch):
-    """OR-Tools is optional; whoever asks for a proof learns how to get it."""
-    monkeypatch.setitem(sys.modules, "ortools.sat.python", None)
-    with pytest.raises(
-        MissingExtra,
-        match=r"exact=True needs ortools; install it with: pip install 'penstock\[search\]'",
-    ):
-        synthesise(UNEVEN, 4, Settings(exact=True))
-
-
 def test_a_proof_that_runs_out_of_time_says_so():
     """The bound is still one, and the best program found is returned."""
     problem = problem_of(UNEVEN, 6, Constraints("linear", 2))
@@ -294,85 +234,6 @@ def test_the_bound_is_one_for_a_zoo_schedule_that_hands_activations_to_partners(
     assert result.lower_bound <= result.makespan <= bpipe
 
 
-@pytest.mark.parametrize(
-    ("options", "rounds", "rule_ops"),
-    [
-        ({}, 100, 5e6),
-        ({"budget_s": 0.5}, 10, 5e5),
-        ({"budget_s": 0}, 0, 0),
-        ({"budget_s": 10, "exact": True}, 60, 1e7),
-        ({"budget_s": math.inf}, round(MOST_S * 20), math.inf),
-        ({"max_rounds": 7}, 7, math.inf),
-        ({"max_rounds": 0, "budget_s": 1}, 0, math.inf),
-        ({"max_rounds": 7, "exact": True}, 7, math.inf),
-    ],
-)
-def test_work_follows_from_the_budget_or_is_given(options, rounds, rule_ops):
-    """The clock only ends a search that takes longer than usual: the same budget must give the same
-    result on every machine. The larger part of a budget with a proof is for the proof.
-    """
-    options = Settings(**options)
-    assert (options.rounds, options.rule_ops) == (rounds, rule_ops)
-
-
-class FakeTask:
-    """The search of a placement that needs a number of rounds to reach its makespan."""
-
-    def __init__(self, name, least, zoo_s, reached_s, needed, log):
-        self.name, self.least, self.makespan = name, least, zoo_s
-        self.reached_s, self.needed, self.rounds, self.log = reached_s, needed, 0, log
-
-    @property
-    def proved(self):
-        return self.makespan <= self.least
-
-    def run(self, deadline, rounds):
-        self.rounds = min(rounds, self.needed)
-        self.makespan = min(self.makespan, self.reached_s)
-        self.log.append((self.name, rounds))
-
-    def prove(self, limit_s):
-        self.log.append((self.name, "proof", limit_s))
-
-
-class FakeDeadline:
-    """A clock that stands still."""
-
-    remaining_s = 90.0
-
-
-def test_placements_are_searched_in_the_order_of_their_bounds_and_share_the_rounds():
-    """What one does not need is left for the others. A placement whose bound is no less than the
-    best makespan so far cannot win.
-    """
-    log = []
-    tasks = [
-        FakeTask("c", 7.0, 20.0, 15.0, 10, log),
-        FakeTask("a", 5.0, 20.0, 9.0, 3, log),
-        FakeTask("d", 9.0, 20.0, 12.0, 10, log),
-        FakeTask("b", 6.0, 20.0, 10.0, 100, log),
-    ]
-    _run_all(tasks, Settings(budget_s=2), FakeDeadline())
-    assert log == [("a", 40 // 4), ("b", 37 // 3), ("c", 25 // 2)]
-    log.clear()
-    _run_all(tasks[:2], Settings(max_rounds=6), FakeDeadline())
-    assert log == [("a", 6), ("c", 6)]
-
-
-def test_proofs_share_the_time_that_is_left():
-    """A search that has reached its bound needs none; the first is run even if it cannot win."""
-    log = []
-    tasks = [
-        FakeTask("a", 5.0, 20.0, 9.0, 3, log),
-        FakeTask("b", 6.0, 20.0, 6.0, 3, log),
-    ]
-    _run_all(tasks, Settings(max_rounds=2, exact=True), FakeDeadline())
-    assert log == [("a", 2), ("a", "proof", pytest.approx(0.7 * 45)), ("b", 2)]
-    log.clear()
-    _run_all([FakeTask("a", 5.0, 5.0, 5.0, 3, log)], Settings(exact=True), FakeDeadline())
-    assert log == [("a", 30)]
-
-
 def test_a_makespan_that_rounding_puts_above_its_bound_needs_no_proof(monkeypatch):
     """1F1B is optimal here, but the sum of its seconds is one digit above that of the bound."""
     costs = Costs(forward=(0.3, 0.3, 0.1), backward=(1 / 3, 0.3, 0.1), transfer=0.1)
@@ -400,6 +261,9 @@ def test_a_schedule_carries_the_facts_of_its_search():
     assert result.zoo_makespan == simulate_schedule(actual, UNEVEN).makespan
     late = synthesise(UNEVEN, 6, Settings(budget_s=0, memory_limit=4))
     assert late.rounds == 0
+    stopped = synthesise(UNEVEN, 6, Settings(budget_s=0, memory_limit=4, max_rounds=5))
+    assert (stopped.rounds, stopped.cut_short) == (0, True)
+    assert stopped.schedule.options[-1] == ("cut_short", True)
     short = Synthesis(late.schedule, 3.0, 2.0, 0.5, False, "v", None, None, 4, cut_short=True)
     assert short.facts() == (
         ("placement", "v"),
@@ -411,6 +275,87 @@ def test_a_schedule_carries_the_facts_of_its_search():
         ("zoo_makespan", None),
         ("cut_short", True),
     )
+
+
+def test_a_search_that_cannot_improve_has_no_rounds_and_no_gap():
+    """On one rank the first program is optimal; without any seconds the gap is 0 as well."""
+    for forward in (1.0, 0.0):
+        costs = Costs(forward=(forward,), backward=(2 * forward,))
+        result = synthesise(costs, 3, Settings(budget_s=1000, max_rounds=5))
+        assert (result.makespan, result.gap, result.rounds) == (9 * forward, 0.0, 0)
+        assert result.proved
+
+
+def test_of_equal_schedules_of_the_zoo_the_first_is_named():
+    """In the order of their names, whichever of them the search starts from."""
+    costs = Costs(forward=(1.0,) * 3, backward=(2.0,) * 3)
+    result = synthesise(costs, 4, Settings(split=False, budget_s=0))
+    gpipe = simulate_schedule(schedule("gpipe", 3, 4), costs).makespan
+    assert (result.zoo, result.zoo_makespan) == ("1f1b", gpipe)
+
+
+class Recorder:
+    """Stands for `exact.prove`: records its arguments and returns a result."""
+
+    def __init__(self, proof):
+        self.proof, self.calls = proof, []
+
+    def __call__(self, *arguments):
+        self.calls.append(arguments)
+        return self.proof
+
+
+@pytest.mark.parametrize(("bound", "is_proved"), [(0.0, False), (math.inf, True)])
+def test_a_proof_is_of_the_best_schedule_and_raises_the_bound_up_to_its_makespan(
+    monkeypatch, bound, is_proved
+):
+    """It gets the problem, the seed and the time that is left; a lower bound than before is none."""
+    recorder = Recorder(exact.Proof(None, bound))
+    monkeypatch.setattr(exact, "prove", recorder)
+    options = Settings(memory_limit=2, budget_s=1000, max_rounds=0, seed=5)
+    plain = synthesise(UNEVEN, 6, options)
+    result = synthesise(UNEVEN, 6, replace(options, exact=True))
+    ((problem, best, most, until_s, seed),) = recorder.calls
+    assert problem == problem_of(UNEVEN, 6, Constraints("linear", 2))
+    assert (best.programs, most, seed) == (plain.schedule.programs, plain.makespan, 5)
+    assert 0 < until_s - time.monotonic() < 1000
+    assert (result.makespan, result.proved) == (plain.makespan, is_proved)
+    assert result.lower_bound == (plain.makespan if is_proved else plain.lower_bound)
+
+
+def test_a_shorter_schedule_of_the_proof_is_the_result(monkeypatch):
+    """The bound is then its makespan at most."""
+    shorter = synthesise(UNEVEN, 6, Settings(memory_limit=2, budget_s=1000, max_rounds=0))
+    monkeypatch.setattr(exact, "prove", Recorder(exact.Proof(shorter.schedule, 1e9)))
+    options = Settings(memory_limit=2, budget_s=0, exact=True)
+    assert synthesise(UNEVEN, 6, replace(options, exact=False)).makespan > shorter.makespan
+    result = synthesise(UNEVEN, 6, options)
+    assert result.schedule.programs == shorter.schedule.programs
+    assert (result.makespan, result.gap) == (shorter.makespan, 0.0)
+
+
+def test_a_schedule_that_moves_activations_is_not_proved(monkeypatch):
+    """The model of the proof has no such programs, and would call a bound what BPipe undercuts."""
+    recorder = Recorder(exact.Proof(None, 1e9))
+    monkeypatch.setattr(exact, "prove", recorder)
+    result = synthesise(UNEVEN, 6, Settings(memory_limit=3, budget_s=0, exact=True))
+    assert (result.zoo, result.proved, recorder.calls) == ("bpipe", False, [])
+
+
+def test_the_search_starts_from_the_schedules_of_the_zoo_with_its_seed(monkeypatch):
+    """Each one that fits; what they are is tested with the zoo."""
+    started, seeds = [], []
+
+    def start(search, candidate):
+        """Record the schedule and the seed of the search."""
+        started.append(candidate.name)
+        seeds.append(search.seed)
+
+    monkeypatch.setattr(local.Search, "start", start)
+    synthesise(UNEVEN, 4, Settings(split=False, budget_s=0, seed=3))
+    assert {"1f1b", "eager-1f1b", "gpipe"} <= set(started)
+    assert started == sorted(started)
+    assert set(seeds) == {3}
 
 
 def test_updates_run_early_where_ranks_hold_several_stages():

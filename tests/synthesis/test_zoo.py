@@ -31,6 +31,14 @@ def test_peaks_are_those_of_activations_added_up_op_by_op(name):
     assert peak_memory(counted, case) == case_peaks(case)
 
 
+def test_a_limit_that_is_met_up_to_rounding_is_met():
+    """Three times 0.1 is 0.30000000000000004 in floats."""
+    costs = Costs(forward=(1.0, 1.0), activation_bytes=(0.1, 0.1))
+    gpipe = schedule("gpipe", 2, 3)
+    assert fits(problem_of(costs, 3, Constraints("linear", 0.3)), gpipe)
+    assert not fits(problem_of(costs, 3, Constraints("linear", 0.2999)), gpipe)
+
+
 def case_peaks(case):
     """Return the micro-batches in flight of every rank."""
     return tuple(map(float, held(case, Costs(forward=(1.0,) * case.stages))))
@@ -70,6 +78,8 @@ def test_families_are_called_with_the_stages_of_a_rank():
     single = problem_of(Costs(forward=(1.0,) * 8), 4, Constraints("interleaved", ranks=1))
     result = {case.name: dict(case.options) for case in candidates(single)}
     assert (result["interleaved"], result["hanayo"]) == ({"chunks": 8}, {"waves": 4})
+    single = problem_of(Costs(forward=(1.0,) * 4), 4, Constraints("interleaved", ranks=1))
+    assert {"waves": 2} in [dict(case.options) for case in candidates(single)]
     whole = problem_of(Costs(forward=(1.0,) * 4), 8, Constraints("linear", split=False))
     assert not any(case.splits_backward for case in candidates(whole))
     assert any(

@@ -275,6 +275,16 @@ def test_a_planted_fault_is_found_and_named(old, new, finding, message):
     assert finding in [(f.rule, f.rank, f.op) for f in caught.value.findings]
 
 
+def test_ops_are_checked_before_their_transfers():
+    """Without its updates a file is not sound, whatever its transfers: these are not reported."""
+    programs = [list(program) for program in lower(schedule("gpipe", 2, 2)).programs]
+    programs[0] = [action for action in programs[0] if not isinstance(action, Transfer)]
+    programs[1].remove(Op(Kind.U, 1, 1))
+    with pytest.raises(ScheduleError) as caught:
+        verify_lowered(LoweredSchedule(tuple(map(tuple, programs))))
+    assert [finding.rule for finding in caught.value.findings] == ["update"]
+
+
 def test_a_transfer_between_stages_of_one_rank_is_needless():
     """torch hands tensors over within a rank; the transfer would go from the rank to itself."""
     schedule, lowered = lowered_from("0F0 0SEND_F0 1RECV_F0 1F0 1B0 0B0")

@@ -58,6 +58,7 @@ def test_an_eviction_is_on_the_rank_of_the_forward_and_one_partner(text, words):
     [
         # evictions
         ("0F0 0E0 0B0 0U1\n0E0", ("evict and load", "0E0", 0), "0E0 needs 0L0 on the same two"),
+        ("0E0\n0F0 0E0 0B0 0U1", ("evict and load", "0E0", 1), "0E0 needs 0L0 on the same two"),
         (
             "0F0 0L0 0E0 0B0 0U1\n0E0 0L0",
             ("evict and load", "0E0", 0),

@@ -188,8 +188,6 @@ class OpArrays:
 def _peaks(change: Array, key: Array) -> tuple[Array, Array]:
     """Return the key and the highest cumulative sum (at least 0) of each run of equal keys."""
     starts = runs(key)
-    if not len(starts):
-        return key, change
     total = np.cumsum(change)
     # One sum runs through all runs: what it was before a run is taken off its peak.
     total_before = total[starts] - change[starts]

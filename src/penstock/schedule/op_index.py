@@ -62,7 +62,7 @@ class OpIndex:
         is_known[is_known] = self.numbers[column[is_known]] == self.ops.micro_batch[is_known]
         if not (is_known | ~batched).all():
             raise_missing(self.schedule)
-        return np.where(batched, column, 0)
+        return column
 
     def _rows(self, kind: Kind) -> Array:
         """Return the row of this kind of op for every key (stage and micro-batch), or -1."""

@@ -36,7 +36,7 @@ def check_laws(schedule: Schedule) -> Report:
 
 
 def whole_stage_peaks(report: Report, stages_per_rank: int) -> tuple[float, ...]:
-    """In flight per rank in stages as long as all `each` of a rank's together: the tables count so."""
+    """Peaks per rank where all stages of a rank together count as one, as the tables count them."""
     return tuple(peak / stages_per_rank for peak in report.peak_on_rank)
 
 
@@ -47,8 +47,8 @@ def check_row(
     ratio: float,
     peaks: tuple[float, ...],
 ) -> None:
-    """A row of docs/literature/simulated-values.md: f = 1 and b = 2 per rank, dealt out to the `each` stages of a rank;
-    links are free.
+    """Check a row of docs/literature/simulated-values.md: f = 1 and b = 2 per rank, divided evenly
+    between its stages; links are free.
     """
     line = simulate_schedule(
         schedule, Costs(forward=1 / stages_per_rank, backward=2 / stages_per_rank)

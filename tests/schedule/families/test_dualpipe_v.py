@@ -59,9 +59,9 @@ def test_torchs_own_dualpipe_v_has_the_same_order():
             pairs = {tuple(map(str, pair)) for pair in dualpipe_v.pairs}
             for rank, row in enumerate(without_updates(dualpipe_v)):
                 actions = [
-                    each
-                    for each in ScheduleDualPipeV._calculate_single_rank_operations(theirs, rank)
-                    if each is not None
+                    action
+                    for action in ScheduleDualPipeV._calculate_single_rank_operations(theirs, rank)
+                    if action is not None
                 ]
                 assert [
                     str(part) for action in actions for part in action.sub_actions or (action,)

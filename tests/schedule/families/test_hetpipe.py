@@ -45,7 +45,7 @@ def test_batches_go_to_the_virtual_workers_in_turn(stages, size, workers, in_fli
         ],
     )
 
-    def own(op):
+    def renumbered(op):
         """Renumbered as if no other virtual worker were there."""
         return (
             op
@@ -56,7 +56,7 @@ def test_batches_go_to_the_virtual_workers_in_turn(stages, size, workers, in_fli
         )
 
     for rank, row in enumerate(hetpipe.programs):
-        assert tuple(map(own, row)) == one.programs[rank % stages]
+        assert tuple(map(renumbered, row)) == one.programs[rank % stages]
 
 
 @pytest.mark.parametrize("stages", range(1, 6))

@@ -31,7 +31,7 @@ OPTIONS = [
 ]
 
 
-def made_with(name, stages, size, **options):
+def schedule_or_none(name, stages, size, **options):
     """The schedule, or None where its family refuses these numbers."""
     try:
         return schedule(name, stages, size, **options)
@@ -45,7 +45,7 @@ def test_any_number_of_batches_is_made_of_as_many_as_there_are_if_nothing_is_sai
     tried = 0
     for stages in range(1, 5 if options else 9):
         for size in range(1, 5 if options else 9):
-            stream = made_with(name, stages, size, **options)
+            stream = schedule_or_none(name, stages, size, **options)
             for batches in {2, stream.batches - 1, stream.batches + 3} if stream else ():
                 other = with_batch_count(stream, batches)
                 assert (
@@ -70,7 +70,7 @@ def test_fewer_and_more_batches_come_to_the_same_from_any_that_are_enough(
 ):
     """From a longer stream too; and there and back again."""
     name, options = case
-    stream = made_with(name, stages, size, **options)
+    stream = schedule_or_none(name, stages, size, **options)
     if stream is None:
         return
     longer = schedule(name, stages, size, batches=stream.batches + more, **options)

@@ -88,10 +88,10 @@ def test_a_loop_must_occur_twice_before_the_end_shows(repeats, splits):
         columns.batch,
         2 * repeats - 1,
     )
-    found = columns.split(1, repeats)
-    assert (found is not None) == splits
-    if found is not None:
-        assert found == ((), tuple(ops[:2]), Counter())
+    split = columns.split(1, repeats)
+    assert (split is not None) == splits
+    if split is not None:
+        assert split == ((), tuple(ops[:2]), Counter())
 
 
 def test_a_rank_without_ops_repeats_nothing():
