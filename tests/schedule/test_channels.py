@@ -16,7 +16,7 @@ from penstock.schedule.lower import Direction, Transfer, lower, messages
 from penstock.schedule.op import Kind, Op, Schedule
 
 
-def plays_through(programs, depth, waves=None):
+def finishes(programs, depth, waves=None):
     """Whether lowered programs finish when a send blocks while `depth` messages of its link are not
     yet taken.
 
@@ -27,18 +27,18 @@ def plays_through(programs, depth, waves=None):
     """
     at = [0] * len(programs)
     queues = defaultdict(deque)
-    meetings = defaultdict(set)
+    ranks_of_update = defaultdict(set)
     for rank, program in enumerate(programs):
         for action in program:
             if isinstance(action, Op) and action.kind is Kind.U:
-                meetings[action].add(rank)
+                ranks_of_update[action].add(rank)
 
-    def standing(rank):
+    def current_action(rank):
         return programs[rank][at[rank]] if at[rank] < len(programs[rank]) else None
 
     def moves(rank, action):
         if isinstance(action, Op):
-            together = meetings.get(action, {rank})
+            together = ranks_of_update.get(action, {rank})
             if waves is not None and action.kind is Kind.U:
                 late = waves.distance * waves.length
                 if action.micro_batch % waves.length or late:
@@ -47,10 +47,10 @@ def plays_through(programs, depth, waves=None):
                     earlier = action._replace(micro_batch=action.micro_batch - late)
                     if any(
                         earlier in programs[other][at[other] :]
-                        for other in meetings.get(earlier, ())
+                        for other in ranks_of_update.get(earlier, ())
                     ):
                         return set()
-            if all(standing(other) == action for other in together):
+            if all(current_action(other) == action for other in together):
                 return together
         elif action.direction is Direction.RECV:
             queue = queues[action.peer, rank]
@@ -58,7 +58,7 @@ def plays_through(programs, depth, waves=None):
                 assert queue.popleft() == action.message
                 return {rank}
         elif depth == 0:
-            other = standing(action.peer)
+            other = current_action(action.peer)
             if (
                 other is not None
                 and not isinstance(other, Op)
@@ -76,7 +76,7 @@ def plays_through(programs, depth, waves=None):
     while moved:
         moved = False
         for rank in range(len(programs)):
-            action = standing(rank)
+            action = current_action(rank)
             for mover in moves(rank, action) if action is not None else ():
                 at[mover] += 1
                 moved = True
@@ -91,7 +91,7 @@ def test_channel_depth_is_the_least_with_which_blocking_channels_play_through(sc
     """
     programs = lower(schedule, ahead=0).programs
     waves = schedule.stream.waves if schedule.stream else None
-    least = next(depth for depth in range(200) if plays_through(programs, depth, waves))
+    least = next(depth for depth in range(200) if finishes(programs, depth, waves))
     assert channel_depth(schedule) == least
 
 
@@ -102,7 +102,7 @@ def test_channel_depth_of_a_family_agrees_with_blocking_channels(name, stages, m
     family_schedule = schedule(name, stages, micro_batches)
     programs = lower(family_schedule, ahead=0).programs
     assert channel_depth(family_schedule) == next(
-        depth for depth in range(100) if plays_through(programs, depth)
+        depth for depth in range(100) if finishes(programs, depth)
     )
 
 

@@ -13,7 +13,7 @@ from penstock.schedule.unit_times import unit_times
 from penstock.verify.verify import verify
 
 
-def synchronised(*rows):
+def texts_with_sync(*rows):
     """The programs with their updates, as texts."""
     return [
         " ".join(map(str, row))
@@ -38,7 +38,7 @@ def test_any_sound_programs_stay_sound_with_their_updates(schedule):
 
 def test_copies_synchronise_in_a_gap_of_both_ranks():
     """Both wait for stage 1; meanwhile stage 2, whose gradients are complete, can synchronise."""
-    assert synchronised("0F0 2F1 2B1 0B0", "2F0 0F1 2B0 0B1", "1F0 1F1 1B1 1B0")[:2] == [
+    assert texts_with_sync("0F0 2F1 2B1 0B0", "2F0 0F1 2B0 0B1", "1F0 1F1 1B1 1B0")[:2] == [
         "0F0 2F1 2B1 2U1 0B0 0U1",
         "2F0 0F1 2B0 2U1 0B1 0U1",
     ]
@@ -46,7 +46,7 @@ def test_copies_synchronise_in_a_gap_of_both_ranks():
 
 def test_a_stage_without_a_copy_has_its_update_too():
     """An ordinary U, which waits for no other rank."""
-    assert synchronised("0F0 1F0 1B0 0B0") == ["0F0 1F0 1B0 0B0 1U1 0U1"]
+    assert texts_with_sync("0F0 1F0 1B0 0B0") == ["0F0 1F0 1B0 0B0 1U1 0U1"]
 
 
 def test_a_rank_without_ops_has_no_update():
@@ -78,7 +78,7 @@ def test_a_stage_synchronises_at_the_first_moment_at_which_all_its_ranks_are_idl
     for start, end, (rank, op) in rows:
         spans[rank].append((start, end, op))
     moments = sorted({end for row in spans for _, end, _ in row})
-    synchronised = []
+    sync_points = []
     for stage in range(schedule.stages):
         ranks = [rank for rank, row in enumerate(spans) if any(op.stage == stage for *_, op in row)]
         ready = max(end for rank in ranks for _, end, op in spans[rank] if op.stage == stage)
@@ -92,8 +92,8 @@ def test_a_stage_synchronises_at_the_first_moment_at_which_all_its_ranks_are_idl
             before = [op for start, _, op in spans[rank] if start < moment]
             place = programs[rank].index(Op(Kind.U, stage, 1))
             assert [op for op in programs[rank][:place] if op.kind is not Kind.U] == before
-        synchronised.append((moment, ready, stage))
+        sync_points.append((moment, ready, stage))
     for rank, program in enumerate(programs):
-        stages = [stage for *_, stage in sorted(synchronised)]
+        stages = [stage for *_, stage in sorted(sync_points)]
         updates = [op.stage for op in program if op.kind is Kind.U]
         assert updates == [stage for stage in stages if any(op.stage == stage for op in bare[rank])]

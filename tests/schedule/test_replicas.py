@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.schedule.custom_schedules import custom_schedules
-from tests.schedule.families.laws import played
+from tests.schedule.families.laws import timeline_of
 
 from penstock.errors import ScheduleError
 from penstock.schedule.catalogue import schedule, schedules
@@ -72,7 +72,7 @@ def test_every_pipeline_plays_the_familys_own_programs(name):
         assert [[op[:2] for op in program] for program in programs] == [
             [op[:2] for op in program] for program in one.programs
         ]
-    assert played(two, u=1).makespan == pytest.approx(played(one, u=1).makespan)
+    assert timeline_of(two, u=1).makespan == pytest.approx(timeline_of(one, u=1).makespan)
     assert verify(two).peak_on_rank == verify(one).peak_on_rank * 2
 
 

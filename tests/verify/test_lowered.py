@@ -39,7 +39,7 @@ def test_what_lower_adds_to_any_sound_schedule_passes(schedule, ahead):
     assert report.channel_depth <= alone.channel_depth
 
 
-def runs_through(schedule, programs, depth):
+def finishes(schedule, programs, depth):
     """Whether lowered programs finish if receives wait for nothing, ops wait for their messages,
     and a send waits until fewer than `depth` messages of its link have no receive yet; with depth 0
     until its own receive is posted. All copies of a stage run their U together.
@@ -57,7 +57,7 @@ def runs_through(schedule, programs, depth):
                 consumer = stage + 1 if kind is Kind.F else stage - 1
                 inputs[rank, kind is Kind.F, consumer, m] = action.message
 
-    def standing(rank):
+    def current_action(rank):
         return programs[rank][at[rank]] if at[rank] < len(programs[rank]) else None
 
     def moves(rank, action):
@@ -73,7 +73,7 @@ def runs_through(schedule, programs, depth):
             return {rank}
         if action.kind is Kind.U:
             together = copies[action]
-            return together if all(standing(other) == action for other in together) else set()
+            return together if all(current_action(other) == action for other in together) else set()
         message = inputs.get((rank, action.kind is Kind.F, *action[1:]))
         waits = action.kind is not Kind.W and message is not None and message not in arrived
         return set() if waits else {rank}
@@ -82,7 +82,7 @@ def runs_through(schedule, programs, depth):
     while moved:
         moved = False
         for rank in range(len(programs)):
-            action = standing(rank)
+            action = current_action(rank)
             for mover in moves(rank, action) if action is not None else ():
                 at[mover] += 1
                 moved = True
@@ -94,7 +94,7 @@ def runs_through(schedule, programs, depth):
 def test_the_channel_depth_is_the_least_with_which_posted_receives_run_through(schedule, ahead):
     """Copies that update together count: a rank that waits in its U posts no further receive."""
     lowered = lower(schedule, ahead)
-    least = next(depth for depth in range(200) if runs_through(schedule, lowered.programs, depth))
+    least = next(depth for depth in range(200) if finishes(schedule, lowered.programs, depth))
     assert verify_lowered(lowered, schedule=schedule).channel_depth == least
 
 

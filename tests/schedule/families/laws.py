@@ -68,14 +68,14 @@ def rows_of(schedule: Schedule) -> list[str]:
     return [" ".join(row) for row in without_updates(schedule)]
 
 
-def played(
+def timeline_of(
     schedule: Schedule,
     f: float = 1,
     b: float = 2,
     i: float | None = None,
     w: float | None = None,
     u: float = 0,
-    handing: float = 0,
+    offload: float = 0,
 ) -> Timeline:
     """The timeline where a whole micro-batch takes these seconds on every stage, a slice its share;
     links are free.
@@ -83,7 +83,7 @@ def played(
     Args:
         f, b, i, w: i and w are half of b each if they are not given.
         u: of an update.
-        handing: of the links that carry an E or L.
+        offload: of the links that carry an E or L.
     """
     costs = Costs(
         forward=f,
@@ -91,7 +91,7 @@ def played(
         input_grad=b / 2 if i is None else i,
         weight_grad=b / 2 if w is None else w,
         update=u,
-        offload=handing,
+        offload=offload,
     )
     return simulate_schedule(schedule, costs)
 

@@ -31,10 +31,10 @@ def check_split(schedule: Schedule) -> Report:
     return report
 
 
-def simulated(
+def split_timeline(
     schedule: Schedule, f: float = 1, i: float = 1, w: float = 1, c: float = 0
 ) -> Timeline:
-    """With f, i and w on every stage and c for every hop."""
+    """The timeline with f, i and w on every stage, and c for every message."""
     return simulate_schedule(schedule, Costs(forward=f, input_grad=i, weight_grad=w, transfer=c))
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.schedule.families.laws import played
+from tests.schedule.families.laws import timeline_of
 
 from penstock.errors import ScheduleError
 from penstock.schedule.catalogue import schedule
@@ -34,7 +34,7 @@ def test_autopipe_agrees_with_the_oracles(p, m, sliced, makespan):
     """docs/literature/autopipe.md, f = 1, b = 2: the start-up falls from (p - 1)f to (p - 1)f/2, and the
     makespan with it.
     """
-    assert played(schedule("autopipe", p, m, sliced=sliced)).makespan == makespan
+    assert timeline_of(schedule("autopipe", p, m, sliced=sliced)).makespan == makespan
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_autopipe_gains_half_the_start_up_exactly_from_the_number_it_says(p, m, 
     sliced = min(sliced, m)
     autopipe = schedule("autopipe", p, m, sliced=sliced)
     plain = (m + p - 1) * (1 + b)
-    makespan = played(autopipe, 1, b).makespan
+    makespan = timeline_of(autopipe, 1, b).makespan
     if sliced == m:
         assert makespan <= plain - (p - 1) / 2
         assert sliced < (p - 1) / (2 * b) or makespan == plain - (p - 1) * (1 + b) / 2

@@ -7,7 +7,7 @@ from itertools import groupby
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.schedule.families.laws import check_laws, played
+from tests.schedule.families.laws import check_laws, timeline_of
 
 from penstock.errors import ScheduleError
 from penstock.schedule.catalogue import schedule
@@ -53,7 +53,7 @@ def test_bpipe_takes_the_time_of_1f1b_and_no_rank_holds_more_than_the_bound(p, m
     peaks = check_laws(bpipe).peak_on_rank
     assert peaks[: p // 2] == tuple(min(m, p - x, bound) for x in range(p // 2))
     assert max(peaks) <= bound
-    assert played(bpipe, 1, ratio).makespan == (m + p - 1) * (1 + ratio)
+    assert timeline_of(bpipe, 1, ratio).makespan == (m + p - 1) * (1 + ratio)
 
 
 @given(
@@ -69,8 +69,8 @@ def test_other_backwards_or_slower_links_do_not_hold_it_up_either(p, m, b_and_c)
     b, travel = b_and_c
     bpipe = schedule("bpipe", p, m)
     if travel == 0:
-        assert played(bpipe, 1, b).makespan == (m + p - 1) * (1 + b)
-    assert played(bpipe, 1, 2, handing=travel * 1.5).makespan == (m + p - 1) * 3
+        assert timeline_of(bpipe, 1, b).makespan == (m + p - 1) * (1 + b)
+    assert timeline_of(bpipe, 1, 2, offload=travel * 1.5).makespan == (m + p - 1) * 3
 
 
 @given(st.integers(4, 10), st.integers(1, 24), st.sampled_from([1, 1.5, 2]))

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.schedule.families.laws import check_copies, played, without_updates
+from tests.schedule.families.laws import check_copies, timeline_of, without_updates
 
 from penstock.errors import ScheduleError
 from penstock.schedule.catalogue import schedule
@@ -72,13 +72,13 @@ def test_chimera_has_the_published_order(m, options, order):
 @pytest.mark.parametrize(("p", "m", "makespan"), DIRECT_ROWS)
 def test_direct_concatenation_agrees_with_the_oracles(p, m, makespan):
     """Found by another simulator, which has the paper's figures."""
-    assert played(schedule("chimera", p, m)).makespan == makespan
+    assert timeline_of(schedule("chimera", p, m)).makespan == makespan
 
 
 @pytest.mark.parametrize(("p", "m", "makespan"), EQUAL_ROWS)
 def test_chimera_with_backwards_as_fast_as_forwards_agrees_with_the_oracles(p, m, makespan):
     """The paper's own bubble ratio, (D - 2)/(2N + D - 2), is of this case."""
-    line = played(schedule("chimera", p, m), 1, 1)
+    line = timeline_of(schedule("chimera", p, m), 1, 1)
     assert line.makespan == makespan
     assert line.bubble_ratio == pytest.approx((p - 2) / (2 * m + p - 2))
 
@@ -88,7 +88,7 @@ def test_forward_doubling_agrees_with_the_oracles(p, m, makespan):
     """1.5(D - 2) however many units: the next unit's forwards fill the last one's bubbles without
     rest.
     """
-    assert played(schedule("chimera", p, m, concatenation="doubling")).makespan == makespan
+    assert timeline_of(schedule("chimera", p, m, concatenation="doubling")).makespan == makespan
 
 
 @pytest.mark.parametrize(
@@ -107,8 +107,8 @@ def test_direct_concatenation_keeps_its_formulas_with_a_last_unit_of_any_size(si
     chimera = schedule("chimera", p, m)
     units = -(-m // p)
     lack = units * p - m
-    assert played(chimera, 1, 1).makespan == 2 * m + p - 2 + lack
-    assert played(chimera, 1, 2).makespan == 3 * m + (units + 1) * (p - 2) + lack - (
+    assert timeline_of(chimera, 1, 1).makespan == 2 * m + p - 2 + lack
+    assert timeline_of(chimera, 1, 2).makespan == 3 * m + (units + 1) * (p - 2) + lack - (
         units > 1 and lack > 0
     )
     held = tuple(min(m, min(m, p) // 2 + 1 + min(rank, p - 1 - rank)) for rank in range(p))
@@ -120,7 +120,7 @@ def test_direct_concatenation_keeps_its_formulas_with_a_last_unit_of_any_size(si
 def test_forward_doubling_keeps_its_formulas(p, units):
     """Half a bubble less than two direct units, for half as much memory again."""
     chimera = schedule("chimera", p, 2 * p * units, concatenation="doubling")
-    assert played(chimera).makespan == 6 * p * units + 1.5 * (p - 2)
+    assert timeline_of(chimera).makespan == 6 * p * units + 1.5 * (p - 2)
     assert check_copies(chimera).peak_on_rank == tuple(
         3 * p // 2 + 1 + min(rank, p - 1 - rank) for rank in range(p)
     )
@@ -146,7 +146,8 @@ def test_copies_meet_as_early_as_costs_nothing(size, update_s, b):
         programs.append((*(op for op in program if op.kind is not Kind.U), *updates))
     late = replace(chimera, programs=tuple(programs))
     assert (
-        played(chimera, 1, b, u=update_s).makespan <= played(late, 1, b, u=update_s).makespan + 1e-9
+        timeline_of(chimera, 1, b, u=update_s).makespan
+        <= timeline_of(late, 1, b, u=update_s).makespan + 1e-9
     )
 
 
@@ -156,7 +157,7 @@ def test_a_meeting_is_hidden_where_there_is_a_bubble():
     """
     chimera = schedule("chimera", 4, 4)
     assert str(chimera).splitlines()[0] == "rank 0 | 0F0 0F1 3F2 3B2 3F3 3B3 3U1 0B0 0B1 0U1"
-    assert played(chimera, u=2).makespan == played(chimera).makespan + 4 - 2
+    assert timeline_of(chimera, u=2).makespan == timeline_of(chimera).makespan + 4 - 2
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.schedule.families.laws import check_copies, played
+from tests.schedule.families.laws import check_copies, timeline_of
 
 from penstock.errors import ScheduleError
 from penstock.schedule.catalogue import schedule
@@ -51,7 +51,7 @@ def test_dualpipe_has_the_published_order():
 def test_dualpipe_agrees_with_the_table_of_the_literature(p, m, makespan, ratio):
     """The oracle was made by another simulator."""
     dualpipe = schedule("dualpipe", p, m)
-    line = played(dualpipe)
+    line = timeline_of(dualpipe)
     assert line.makespan == makespan
     assert line.bubble_ratio == pytest.approx(ratio, abs=5e-5)
 
@@ -64,7 +64,9 @@ def test_dualpipe_keeps_its_formulas(half, more, unit):
     """
     p, m = 2 * half, 4 * half + 2 * more
     dualpipe = schedule("dualpipe", p, m)
-    assert played(dualpipe, unit, 2 * unit).makespan == unit * (3 * m + (p // 2 - 1) * (3 + 2 - 3))
+    assert timeline_of(dualpipe, unit, 2 * unit).makespan == unit * (
+        3 * m + (p // 2 - 1) * (3 + 2 - 3)
+    )
     assert check_copies(dualpipe).peak_on_rank == (p + 1,) * p
     ways = bidirectional(p)
     assert dualpipe.placement == {
@@ -74,7 +76,7 @@ def test_dualpipe_keeps_its_formulas(half, more, unit):
 
 def test_unequal_times_may_take_a_little_less_than_the_formula():
     """docs/literature/dualpipe.md: f = 2, i = 3, w = 1 and p = 8 leave 19 of the formula's 21."""
-    assert played(schedule("dualpipe", 8, 16), 2, 4, 3, 1).makespan == 16 * 6 + 19
+    assert timeline_of(schedule("dualpipe", 8, 16), 2, 4, 3, 1).makespan == 16 * 6 + 19
 
 
 def test_numbers_that_dualpipe_does_not_take_are_refused():

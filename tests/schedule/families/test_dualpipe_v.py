@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.schedule.families.laws import played, whole_stage_peaks, without_updates
+from tests.schedule.families.laws import timeline_of, whole_stage_peaks, without_updates
 from tests.schedule.families.split_laws import check_gradients, check_split
 
 from penstock.errors import ScheduleError
@@ -76,7 +76,7 @@ def test_torchs_own_dualpipe_v_has_the_same_order():
 def test_dualpipe_v_agrees_with_the_table_of_the_literature(p, m, makespan, ratio):
     """The oracle was made by another simulator, with FB = f + b."""
     dualpipe_v = schedule("dualpipe-v", 2 * p, m)
-    line = played(dualpipe_v, 0.5, 1)
+    line = timeline_of(dualpipe_v, 0.5, 1)
     assert line.makespan == makespan
     assert line.bubble_ratio == pytest.approx(ratio, abs=5e-5)
     assert whole_stage_peaks(verify(dualpipe_v), 2) == (p + 0.5,) * p
@@ -89,8 +89,8 @@ def test_a_pair_waits_for_both_of_its_inputs(p):
     """
     for m in (2 * p, 2 * p + 3, 4 * p):
         dualpipe_v = schedule("dualpipe-v", 2 * p, m)
-        assert played(dualpipe_v).makespan == 6 * m + (p - 1) * (3 + 2 - 3)
-        assert played(replace(dualpipe_v, pairs=frozenset())).makespan == 6 * m + p - 1
+        assert timeline_of(dualpipe_v).makespan == 6 * m + (p - 1) * (3 + 2 - 3)
+        assert timeline_of(replace(dualpipe_v, pairs=frozenset())).makespan == 6 * m + p - 1
 
 
 @given(st.integers(1, 7), st.integers(0, 12))

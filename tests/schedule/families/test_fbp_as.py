@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.schedule.families.laws import check_laws, played
+from tests.schedule.families.laws import check_laws, timeline_of
 
 from penstock.schedule.catalogue import schedule
 from penstock.schedule.op import Kind
@@ -23,7 +23,7 @@ def test_fbp_as_takes_the_published_time_when_ops_alone_have_the_stage_to_themse
     fbp_as = schedule("fbp-as", p, m)
     assert check_laws(fbp_as).peak_in_flight == tuple(min(m, 2 * (p - s)) for s in range(p))
     for f, b in ((1, 2), (3, 1), (2, 2)):
-        assert played(fbp_as, f, b).makespan == (m + p - 1) * (f + b)
+        assert timeline_of(fbp_as, f, b).makespan == (m + p - 1) * (f + b)
 
 
 @sizes
@@ -58,4 +58,4 @@ def test_every_stage_pairs_all_it_can():
 @pytest.mark.parametrize(("p", "m", "ratio"), [(4, 16, 3 / 19), (8, 32, 7 / 39)])
 def test_its_bubble_is_that_of_1f1b(p, m, ratio):
     """It is for the links that it runs two at a time."""
-    assert played(schedule("fbp-as", p, m)).bubble_ratio == pytest.approx(ratio)
+    assert timeline_of(schedule("fbp-as", p, m)).bubble_ratio == pytest.approx(ratio)

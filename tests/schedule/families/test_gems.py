@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.schedule.families.laws import check_copies, played, rows_of
+from tests.schedule.families.laws import check_copies, rows_of, timeline_of
 
 from penstock.schedule.catalogue import schedule
 
@@ -24,7 +24,7 @@ def test_gems_runs_every_micro_batch_forward_and_back_before_the_next():
 )
 def test_gems_agrees_with_the_oracles(p, m, makespan):
     """docs/literature/gems.md, f = 1, b = 2."""
-    assert played(schedule("gems", p, m)).makespan == makespan
+    assert timeline_of(schedule("gems", p, m)).makespan == makespan
 
 
 @given(st.integers(1, 8), st.integers(1, 20), st.integers(1, 5), st.integers(0, 5))
@@ -33,13 +33,13 @@ def test_gems_keeps_its_formula_and_holds_one_micro_batch(p, m, f, more):
     """Odd numbers of stages and of micro-batches too; the last micro-batch is then alone."""
     gems = schedule("gems", p, m)
     b = f + more
-    assert played(gems, f, b).makespan == m * (f + p * b) + (p - 1) * f
+    assert timeline_of(gems, f, b).makespan == m * (f + p * b) + (p - 1) * f
     assert check_copies(gems).peak_on_rank == (1,) * p
 
 
 def test_the_bubble_nears_the_published_ratio():
     """(D - 1)/(D + 1/2), for b = 2f (Guan et al. 2024, table 3)."""
-    assert played(schedule("gems", 6, 400)).bubble_ratio == pytest.approx(5 / 6.5, abs=1e-3)
+    assert timeline_of(schedule("gems", 6, 400)).bubble_ratio == pytest.approx(5 / 6.5, abs=1e-3)
 
 
 def test_with_one_micro_batch_nothing_goes_up():

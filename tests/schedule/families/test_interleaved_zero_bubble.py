@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.schedule.families.laws import rows_of, without_updates
-from tests.schedule.families.split_laws import check_gradients, check_split, simulated
+from tests.schedule.families.split_laws import check_gradients, check_split, split_timeline
 
 from penstock.errors import ScheduleError
 from penstock.schedule.catalogue import schedule
@@ -83,7 +83,7 @@ def test_the_bubble_is_that_of_zb_h1_divided_by_the_stages_of_a_rank(size, group
         assert group is not None
         assert not p <= group <= m or 0 < m % group < p
         return
-    makespan = simulated(zero_bubble, f, i, w).makespan
+    makespan = split_timeline(zero_bubble, f, i, w).makespan
     assert makespan == m * v * (f + i + w) + (p - 1) * (f + i - w)
     size_of_group = group or next(g for g in range(p, m + 1) if m % g == 0 or m % g >= p)
     report = check_split(zero_bubble)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.schedule.families.laws import played
+from tests.schedule.families.laws import timeline_of
 
 from penstock.schedule.catalogue import schedule
 from penstock.schedule.op import Kind
@@ -42,7 +42,7 @@ def test_seq1f1b_has_the_published_order():
 def test_seq1f1b_agrees_with_the_table_of_the_literature(p, m, makespan, ratio):
     """The oracle was made by another simulator."""
     seq1f1b = schedule("seq1f1b", p, m, slices=2)
-    line = played(seq1f1b)
+    line = timeline_of(seq1f1b)
     assert line.makespan == makespan
     assert line.bubble_ratio == pytest.approx(ratio, abs=5e-5)
     assert verify(seq1f1b).peak_on_rank == tuple((p - s + 1) / 2 for s in range(p))
@@ -53,7 +53,7 @@ def test_seq1f1b_agrees_with_the_table_of_the_literature(p, m, makespan, ratio):
 def test_seq1f1b_keeps_its_formulas(p, m, k, b):
     """Both the bubble and the memory of 1F1B, divided by the number of slices."""
     seq1f1b = schedule("seq1f1b", p, m, slices=k)
-    assert played(seq1f1b, 1, b).makespan == pytest.approx(m * (1 + b) + (p - 1) * (1 + b) / k)
+    assert timeline_of(seq1f1b, 1, b).makespan == pytest.approx(m * (1 + b) + (p - 1) * (1 + b) / k)
     assert verify(seq1f1b).peak_on_rank == pytest.approx(
         [min(m, (p - s - 1 + k) / k) for s in range(p)]
     )

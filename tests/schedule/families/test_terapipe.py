@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.schedule.families.laws import played, rows_of
+from tests.schedule.families.laws import rows_of, timeline_of
 
 from penstock.errors import ScheduleError
 from penstock.schedule.catalogue import schedule, schedules
@@ -38,7 +38,9 @@ def test_terapipe_keeps_its_formula_for_any_shares(p, m, numbers, b):
     """
     shares = shares_of(numbers)
     terapipe = schedule("terapipe", p, m, slice_shares=shares)
-    assert played(terapipe, 1, b).makespan == pytest.approx((m + (p - 1) * max(shares)) * (1 + b))
+    assert timeline_of(terapipe, 1, b).makespan == pytest.approx(
+        (m + (p - 1) * max(shares)) * (1 + b)
+    )
     assert verify(terapipe).peak_on_rank == (m,) * p
 
 
@@ -47,7 +49,7 @@ def test_terapipe_keeps_its_formula_for_any_shares(p, m, numbers, b):
 def test_equal_slices_divide_the_bubble_of_gpipe(p, m, k):
     """(p - 1)(f + b)/k."""
     terapipe = schedule("terapipe", p, m, slices=k)
-    assert played(terapipe).makespan == pytest.approx(3 * m + 3 * (p - 1) / k)
+    assert timeline_of(terapipe).makespan == pytest.approx(3 * m + 3 * (p - 1) / k)
     assert schedule("terapipe", p, m, slice_shares=[1 / k] * k).programs == terapipe.programs
 
 

@@ -6,7 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.schedule.families.laws import check_row, rows_of
-from tests.schedule.families.split_laws import check_gradients, check_split, longest_span, simulated
+from tests.schedule.families.split_laws import (
+    check_gradients,
+    check_split,
+    longest_span,
+    split_timeline,
+)
 
 from penstock.errors import ScheduleError
 from penstock.schedule.catalogue import schedule
@@ -73,7 +78,7 @@ def test_the_bubble_is_the_closed_form_by_both_definitions(name, p):
     was found here.
     """
     for m in (p + 1, 2 * p, 3 * p + 1):
-        line = simulated(schedule(name, 2 * p, m), 0.5, 0.5, 0.5)
+        line = split_timeline(schedule(name, 2 * p, m), 0.5, 0.5, 0.5)
         assert line.makespan == 3 * m + bubble_of(name, p)
         assert line.bubble_ratio == pytest.approx(bubble_of(name, p) / line.makespan)
         if m >= 2 * p:

@@ -8,7 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.schedule.families.laws import check_row, rows_of, without_updates
-from tests.schedule.families.split_laws import check_gradients, check_split, longest_span, simulated
+from tests.schedule.families.split_laws import (
+    check_gradients,
+    check_split,
+    longest_span,
+    split_timeline,
+)
 
 from penstock.errors import ScheduleError
 from penstock.schedule.catalogue import schedule
@@ -63,7 +68,7 @@ def test_zb_v_has_no_bubble_in_the_span_and_half_of_p_minus_1_in_the_makespan(p)
     """docs/literature/zero-bubble.md, p 2..16: zero bubble at the peak of 1F1B."""
     for m in (2 * p, 3 * p + 1) if p < 8 else (2 * p,):
         zb_v = schedule("zb-v", 2 * p, m)
-        line = simulated(zb_v, 0.5, 0.5, 0.5)
+        line = split_timeline(zb_v, 0.5, 0.5, 0.5)
         assert line.span_bubble_ratio == 0
         assert longest_span(line) == 3 * m
         assert line.makespan == 3 * m + (p - 1) / 2

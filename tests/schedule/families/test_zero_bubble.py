@@ -8,7 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.schedule.families.laws import check_row, rows_of
-from tests.schedule.families.split_laws import check_gradients, check_split, longest_span, simulated
+from tests.schedule.families.split_laws import (
+    check_gradients,
+    check_split,
+    longest_span,
+    split_timeline,
+)
 
 from penstock.schedule.catalogue import schedule
 from penstock.schedule.op import Kind
@@ -78,7 +83,7 @@ def test_the_papers_measured_times_give_the_papers_bubble_rates(p, m, times, rat
     By the span definition, the only one in which the paper's figures can be met.
     """
     for name, rate in zip(("1f1b", "zb-h1", "zb-h2"), rates, strict=True):
-        assert simulated(schedule(name, p, m), *times).span_bubble_ratio == pytest.approx(
+        assert split_timeline(schedule(name, p, m), *times).span_bubble_ratio == pytest.approx(
             rate, abs=5e-5
         ), name
 
@@ -86,7 +91,7 @@ def test_the_papers_measured_times_give_the_papers_bubble_rates(p, m, times, rat
 @pytest.mark.parametrize(("m", "makespan"), [(2, 19), (4, 23), (8, 31)])
 def test_zb_h1_with_few_micro_batches_agrees_with_the_oracles(m, makespan):
     """docs/literature/simulated-values.md, 8 stages, f = i = w = 1."""
-    assert simulated(schedule("zb-h1", 8, m)).makespan == makespan
+    assert split_timeline(schedule("zb-h1", 8, m)).makespan == makespan
 
 
 times = st.tuples(st.integers(1, 9), st.integers(1, 9), st.integers(1, 9)).filter(
@@ -101,7 +106,7 @@ def test_zb_h1_hides_a_weight_gradient_of_every_stage_but_one(p, m, fiw):
     are hidden.
     """
     f, i, w = fiw
-    line = simulated(schedule("zb-h1", p, m), f, i, w)
+    line = split_timeline(schedule("zb-h1", p, m), f, i, w)
     if m >= p:
         assert line.makespan == m * (f + i + w) + (p - 1) * (f + i - w)
     if m <= p:
@@ -116,7 +121,7 @@ def test_zb_h2_hides_two_weight_gradients_in_the_span_of_a_stage(p, more, fiw):
     """(p - 1)(f + i - 2w): zero for equal times, which is what the paper is named for."""
     f, i, w = fiw
     m = 2 * p - 1 + more
-    line = simulated(schedule("zb-h2", p, m), f, i, w)
+    line = split_timeline(schedule("zb-h2", p, m), f, i, w)
     work = m * (f + i + w)
     assert longest_span(line) == work + (p - 1) * (f + i - 2 * w)
     assert line.span_bubble_ratio == pytest.approx(1 - work / longest_span(line))
@@ -129,7 +134,7 @@ def test_zb_h2_has_the_makespan_of_zb_h1_for_equal_times(p, more, t):
     ends early.
     """
     timelines = [
-        simulated(schedule(name, p, 2 * p - 1 + more), t, t, t) for name in ("zb-h1", "zb-h2")
+        split_timeline(schedule(name, p, 2 * p - 1 + more), t, t, t) for name in ("zb-h1", "zb-h2")
     ]
     assert timelines[0].makespan == timelines[1].makespan == (3 * (2 * p - 1 + more) + p - 1) * t
     assert timelines[1].span_bubble_ratio == 0
@@ -142,8 +147,8 @@ def test_zb_h2_with_too_few_micro_batches_takes_longer_than_zb_h1(p):
     """
     for m in range(1, 2 * p):
         longer = (
-            simulated(schedule("zb-h2", p, m)).makespan
-            - simulated(schedule("zb-h1", p, m)).makespan
+            split_timeline(schedule("zb-h2", p, m)).makespan
+            - split_timeline(schedule("zb-h1", p, m)).makespan
         )
         assert longer > 0 if 3 <= m <= 2 * p - 3 else longer == 0, m
 

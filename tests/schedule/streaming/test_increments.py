@@ -39,8 +39,8 @@ def streams(draw):
     return schedule(name, stages, micro_batches, **options)
 
 
-def played(increments, ranks, batches):
-    """Per rank, all that it plays when that many batches come."""
+def actions_of_run(increments, ranks, batches):
+    """Per rank, all actions of a run of this many batches."""
     return [
         [action for batch in range(batches) for action in increments.increment(rank, batch)]
         + list(increments.remainder(rank, batches))
@@ -56,7 +56,7 @@ def test_portions_make_up_the_lowered_programs_of_any_number_of_batches(schedule
     """
     whole = with_batch_count(schedule, batches)
     for rank, row in enumerate(
-        played(StreamIncrements(schedule, ahead=2), schedule.ranks, batches)
+        actions_of_run(StreamIncrements(schedule, ahead=2), schedule.ranks, batches)
     ):
         assert tuple(action for action in row if isinstance(action, Op)) == whole.programs[rank]
         assert sorted(map(str, row)) == sorted(map(str, lower(whole, ahead=2).programs[rank]))
@@ -82,7 +82,7 @@ def test_a_portion_names_no_batch_that_has_not_come(schedule, batch):
 @settings(deadline=None, max_examples=40)
 def test_on_every_link_receives_are_posted_in_the_order_of_the_sends(schedule):
     """Backends without tags match messages in order, increments or not."""
-    rows = played(StreamIncrements(schedule, ahead=2), schedule.ranks, 9)
+    rows = actions_of_run(StreamIncrements(schedule, ahead=2), schedule.ranks, 9)
     sent, posted = {}, {}
     for rank, row in enumerate(rows):
         for action in row:
