@@ -33,7 +33,7 @@ def test_the_first_stage_has_the_order_of_the_literature():
 
 
 def test_the_partner_takes_half_a_period_late_and_gives_half_a_period_early():
-    """So either way one micro-batch travels while both compute."""
+    """In both directions one micro-batch is in transit while both ranks compute."""
     assert str(schedule("bpipe", 4, 6)).splitlines() == [
         "rank 0 | 0F0 0F1 0F2 0E2 0F3 0B0 0F4 0B1 0F5 0E5 0L2 0B2 0B3 0B4 0L5 0B5 0U1",
         "rank 1 | 1F0 1F1 1F2 1B0 1F3 1B1 1F4 1B2 1F5 1B3 1B4 1B5 1U1",
@@ -89,7 +89,7 @@ def test_what_travels_is_one_micro_batch_more(p, m, ratio):
 @given(st.integers(1, 10), st.integers(1, 24))
 @settings(deadline=None, max_examples=40)
 def test_but_for_evictions_and_loads_it_is_1f1b(p, m):
-    """Balance is all that it adds; below 4 stages there is nothing to balance."""
+    """Without E and L the programs are those of 1F1B; below 4 stages no rank needs them."""
     bpipe, plain = schedule("bpipe", p, m), schedule("1f1b", p, m)
     assert (
         tuple(tuple(op for op in row if op.kind not in ACTIVATION_MOVES) for row in bpipe.programs)
@@ -102,7 +102,7 @@ def test_but_for_evictions_and_loads_it_is_1f1b(p, m):
 
 @pytest.mark.parametrize("ratio", [0, -1, float("inf"), True, "2"])
 def test_a_ratio_that_is_none_is_refused(ratio):
-    """The partner's places are made for it."""
+    """The places of E and L in the partner's program follow from the ratio."""
     with pytest.raises(
         ScheduleError, match="bpipe takes a ratio of backward to forward above 0, not"
     ):

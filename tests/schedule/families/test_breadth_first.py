@@ -27,7 +27,7 @@ ROWS = [(2, 2, 7.5, 0.2000), (2, 4, 13.5, 0.1111), (2, 8, 25.5, 0.0588), (4, 4, 
 @pytest.mark.parametrize("order", ["forward", "reverse"])
 @pytest.mark.parametrize(("p", "m", "makespan", "ratio"), ROWS)
 def test_breadth_first_agrees_with_the_table_of_the_literature(p, m, makespan, ratio, order):
-    """The oracle was made by another simulator."""
+    """Values of docs/literature/simulated-values.md, which another simulator computed."""
     check_row(
         schedule("breadth-first", 2 * p, m, chunks=2, backward_order=order),
         2,
@@ -75,7 +75,7 @@ def test_every_stage_works_in_one_stretch_forward_and_one_backward(order):
 @given(st.integers(1, 6), st.integers(1, 12), st.sampled_from(["forward", "reverse"]))
 @settings(deadline=None, max_examples=30)
 def test_breadth_first_with_one_stage_on_every_rank_is_gpipe(p, m, order):
-    """The same idea, before stages shared ranks."""
+    """Its programs are those of GPipe, for both orders of backwards."""
     breadth_first = schedule("breadth-first", p, m, chunks=1, backward_order=order)
     assert breadth_first.programs == schedule("gpipe", p, m, backward_order=order).programs
 
@@ -88,7 +88,7 @@ def test_breadth_first_in_reverse_runs_the_last_micro_batch_back_first():
 
 
 def test_torchs_own_looped_bfs_has_the_same_order():
-    """An order made by another hand, which runs."""
+    """The order of another implementation, which has been run."""
     from torch.distributed.pipelining.schedules import (
         ScheduleLoopedBFS,
     )  # here: planning's other tests need no torch
@@ -108,7 +108,7 @@ def test_looped_bfs_is_another_name():
 
 
 def test_numbers_and_words_that_breadth_first_does_not_take_are_refused():
-    """Each message has what was given and what is taken."""
+    """Each message has the value that was given and the values that are valid."""
     with pytest.raises(
         ScheduleError,
         match="breadth-first with chunks=3 has 3 stages on every rank, so it takes a multiple of 3 "

@@ -71,7 +71,7 @@ def test_chimera_has_the_published_order(m, options, order):
 
 @pytest.mark.parametrize(("p", "m", "makespan"), DIRECT_ROWS)
 def test_direct_concatenation_agrees_with_the_oracles(p, m, makespan):
-    """Found by another simulator, which has the paper's figures."""
+    """Values of another simulator, which reproduces the paper's figures."""
     assert timeline_of(schedule("chimera", p, m)).makespan == makespan
 
 
@@ -118,7 +118,7 @@ def test_direct_concatenation_keeps_its_formulas_with_a_last_unit_of_any_size(si
 @given(st.integers(1, 4).map(lambda half: 2 * half), st.integers(1, 4))
 @settings(deadline=None, max_examples=30)
 def test_forward_doubling_keeps_its_formulas(p, units):
-    """Half a bubble less than two direct units, for half as much memory again."""
+    """The bubble of a unit is half that of two direct units, for 1.5 times the memory."""
     chimera = schedule("chimera", p, 2 * p * units, concatenation="doubling")
     assert timeline_of(chimera).makespan == 6 * p * units + 1.5 * (p - 2)
     assert check_copies(chimera).peak_on_rank == tuple(
@@ -191,6 +191,6 @@ def test_a_meeting_is_hidden_where_there_is_a_bubble():
     ],
 )
 def test_numbers_that_chimera_does_not_take_are_refused(p, m, options, message):
-    """Each message says what is taken instead."""
+    """Each message has the valid values."""
     with pytest.raises(ScheduleError, match=message):
         schedule("chimera", p, m, **options)

@@ -49,7 +49,7 @@ def test_dualpipe_has_the_published_order():
 
 @pytest.mark.parametrize(("p", "m", "makespan", "ratio"), ROWS)
 def test_dualpipe_agrees_with_the_table_of_the_literature(p, m, makespan, ratio):
-    """The oracle was made by another simulator."""
+    """Values of docs/literature/simulated-values.md, which another simulator computed."""
     dualpipe = schedule("dualpipe", p, m)
     line = timeline_of(dualpipe)
     assert line.makespan == makespan

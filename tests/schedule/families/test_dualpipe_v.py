@@ -28,7 +28,7 @@ Fd0 Fu0 Fd1 Fu1 Fd2 Bu0 Fu2&Bd0 Fd3&Bu1 Fu3&Bd1 Bu2 Bd2 Iu3 Id3 Wu3 Wd3"""
 
 
 def test_dualpipe_v_has_the_published_order():
-    """DeepSeek's eight steps, to the op and to the pair."""
+    """DeepSeek's eight steps, op by op and pair by pair."""
     for rank, (line, program) in enumerate(
         zip(ORDER.splitlines(), str(schedule("dualpipe-v", 4, 4)).splitlines(), strict=True)
     ):
@@ -41,7 +41,7 @@ def test_dualpipe_v_has_the_published_order():
 
 
 def test_torchs_own_dualpipe_v_has_the_same_order():
-    """An order made by another hand, which runs."""
+    """The order of another implementation, which has been run."""
     from torch.distributed.pipelining.schedules import (
         ScheduleDualPipeV,
     )  # here: planning's other tests need no torch
@@ -74,7 +74,7 @@ def test_torchs_own_dualpipe_v_has_the_same_order():
 
 @pytest.mark.parametrize(("p", "m", "makespan", "ratio"), ROWS)
 def test_dualpipe_v_agrees_with_the_table_of_the_literature(p, m, makespan, ratio):
-    """The oracle was made by another simulator, with FB = f + b."""
+    """Values of docs/literature/simulated-values.md, computed by another simulator with FB = f + b."""
     dualpipe_v = schedule("dualpipe-v", 2 * p, m)
     line = timeline_of(dualpipe_v, 0.5, 1)
     assert line.makespan == makespan
@@ -96,7 +96,7 @@ def test_a_pair_waits_for_both_of_its_inputs(p):
 @given(st.integers(1, 7), st.integers(0, 12))
 @settings(deadline=None, max_examples=40)
 def test_dualpipe_v_is_sound_and_holds_2p_plus_1_half_stages(p, more):
-    """One half stage more than ZB-V."""
+    """Half a micro-batch more than ZB-V."""
     dualpipe_v = schedule("dualpipe-v", 2 * p, 2 * p + more)
     assert check_split(dualpipe_v).peak_on_rank == (2 * p + 1,) * p
     assert dualpipe_v.ranks_of_stage == tuple((rank,) for rank in vee(2 * p, p))

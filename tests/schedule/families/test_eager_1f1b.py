@@ -22,7 +22,7 @@ ROWS = [
 
 @pytest.mark.parametrize(("p", "m", "makespan", "ratio", "peaks"), ROWS)
 def test_eager_1f1b_agrees_with_the_table_of_the_literature(p, m, makespan, ratio, peaks):
-    """The oracle was made by another simulator."""
+    """Values of docs/literature/simulated-values.md, which another simulator computed."""
     check_row(schedule("eager-1f1b", p, m), 1, makespan, ratio, peaks)
 
 
@@ -35,7 +35,7 @@ def test_the_other_published_names_make_the_same_schedule(alias):
 @given(st.integers(1, 8), st.integers(1, 20), st.integers(1, 9), st.integers(1, 9))
 @settings(deadline=None, max_examples=60)
 def test_eager_1f1b_takes_1f1bs_time_on_free_links_with_up_to_twice_as_many_in_flight(p, m, f, b):
-    """What it costs: memory, and nothing else."""
+    """More micro-batches are in flight than with 1F1B."""
     eager_1f1b = schedule("eager-1f1b", p, m)
     assert check_laws(eager_1f1b).peak_in_flight == tuple(min(m, 2 * (p - s) - 1) for s in range(p))
     assert simulate_schedule(eager_1f1b, Costs(forward=f, backward=b)).makespan == (m + p - 1) * (

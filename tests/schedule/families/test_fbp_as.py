@@ -39,7 +39,7 @@ def test_fbp_as_at_fixed_shares_takes_a_pipeline_of_twice_the_length(p, m):
 
 
 def test_every_stage_pairs_all_it_can():
-    """What is alone is so because its partner is not there yet, or no more."""
+    """Only the forwards of the warm-up and the backwards of the drain are not in a pair."""
     fbp_as = schedule("fbp-as", 3, 8)
     assert [
         len([pair for pair in fbp_as.pairs if pair[0].stage == stage]) for stage in range(3)
@@ -57,5 +57,5 @@ def test_every_stage_pairs_all_it_can():
 
 @pytest.mark.parametrize(("p", "m", "ratio"), [(4, 16, 3 / 19), (8, 32, 7 / 39)])
 def test_its_bubble_is_that_of_1f1b(p, m, ratio):
-    """It is for the links that it runs two at a time."""
+    """Pairs change the use of the links, not the makespan with free links."""
     assert timeline_of(schedule("fbp-as", p, m)).bubble_ratio == pytest.approx(ratio)

@@ -48,5 +48,5 @@ def test_with_one_micro_batch_nothing_goes_up():
 
 
 def test_the_middle_stage_of_an_odd_number_has_no_copy():
-    """Both ways pass the same rank there."""
+    """The middle rank has the same stage of both pipelines."""
     assert schedule("gems", 5, 4).ranks_of_stage == ((0, 4), (1, 3), (2,), (1, 3), (0, 4))

@@ -35,7 +35,7 @@ def test_gpipe_in_reverse_runs_the_last_micro_batch_back_first():
 
 
 def test_gpipe_in_an_unknown_order_is_refused():
-    """The two words are all there is."""
+    """Only two orders exist."""
     with pytest.raises(
         ScheduleError, match="gpipe takes backward_order 'forward' or 'reverse', not 'sideways'"
     ):
@@ -45,7 +45,7 @@ def test_gpipe_in_an_unknown_order_is_refused():
 @pytest.mark.parametrize(("p", "m", "makespan", "ratio"), ROWS)
 @pytest.mark.parametrize("order", ["forward", "reverse"])
 def test_gpipe_agrees_with_the_table_of_the_literature(p, m, makespan, ratio, order):
-    """The oracle was made by another simulator."""
+    """Values of docs/literature/simulated-values.md, which another simulator computed."""
     line = simulate_schedule(
         schedule("gpipe", p, m, backward_order=order), Costs(forward=1, backward=2)
     )

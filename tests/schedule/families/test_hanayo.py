@@ -34,13 +34,13 @@ def seconds(schedule, waves, f, b):
 
 
 def test_hanayo_has_the_order_of_the_literature():
-    """Written out by another list scheduler."""
+    """The order that another list scheduler makes by the same rule."""
     assert rows_of(schedule("hanayo", 8, 4)) == ORDER.splitlines()
 
 
 @pytest.mark.parametrize(("p", "waves", "m", "makespan"), SLOW_BACKWARDS)
 def test_hanayo_ordered_for_slow_backwards_agrees_with_the_literature(p, waves, m, makespan):
-    """The times of docs/literature/hanayo.md were found by the same rule in another program."""
+    """Another program computed the times of docs/literature/hanayo.md by the same rule."""
     assert (
         seconds(schedule("hanayo", 2 * waves * p, m, waves=waves, ratio=2), waves, 1, 2) == makespan
     )
@@ -61,7 +61,7 @@ def test_hanayo_with_several_waves_ordered_for_equal_times_is_faster_in_one_unit
 @given(st.integers(1, 6), st.integers(1, 14))
 @settings(deadline=None, max_examples=40)
 def test_with_one_wave_the_order_made_for_slow_backwards_is_never_slower_with_them(p, m):
-    """What `ratio` is for; it may hold more micro-batches."""
+    """The order for the actual ratio of b to f is no slower, though it may hold more micro-batches."""
     plain, slow_backward = (schedule("hanayo", 2 * p, m, ratio=ratio) for ratio in (1, 2))
     assert seconds(slow_backward, 1, 1, 2) <= seconds(plain, 1, 1, 2)
 
@@ -97,7 +97,7 @@ def test_no_rank_holds_more_than_p_micro_batches(p, waves, m):
 @given(st.integers(1, 5), st.integers(1, 3), st.integers(1, 10), st.floats(0.05, 20))
 @settings(deadline=None, max_examples=40)
 def test_any_ratio_makes_a_sound_order(p, waves, m, ratio):
-    """It decides who goes first, never whether all can go."""
+    """The ratio changes the order of ops, and every order must be sound."""
     check_laws(schedule("hanayo", 2 * waves * p, m, waves=waves, ratio=ratio))
 
 
@@ -115,7 +115,7 @@ def test_stages_that_make_no_whole_waves_are_refused():
 
 @pytest.mark.parametrize("ratio", [0, -1, float("inf"), float("nan"), "2", True, None])
 def test_a_ratio_that_orders_nothing_is_refused(ratio):
-    """Ops that take no time, or for ever, have no order by time."""
+    """Ops of no seconds, or of infinitely many, cannot be ordered by their times."""
     with pytest.raises(
         ScheduleError, match="hanayo takes a ratio of backward to forward above 0, not "
     ):

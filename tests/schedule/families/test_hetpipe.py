@@ -150,5 +150,5 @@ def test_numbers_that_make_no_waves_are_refused(option, wrong, least):
 
 
 def test_its_weight_rule_is_its_own():
-    """Others do not know what waves hand on."""
+    """Other weight rules do not support waves."""
     assert schedules()["hetpipe"].weights == schedule("hetpipe", 2, 1).stream.weights == "hetpipe"

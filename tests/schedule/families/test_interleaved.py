@@ -34,18 +34,18 @@ ORDER = """\
 
 
 def test_interleaved_has_the_published_order():
-    """Megatron-LM's schedule table, to the op."""
+    """Megatron-LM's schedule table, op by op."""
     assert rows_of(schedule("interleaved", 8, 8)) == ORDER.splitlines()
 
 
 @pytest.mark.parametrize(("p", "m", "makespan", "ratio", "peaks"), ROWS)
 def test_interleaved_agrees_with_the_table_of_the_literature(p, m, makespan, ratio, peaks):
-    """The oracle was made by another simulator."""
+    """Values of docs/literature/simulated-values.md, which another simulator computed."""
     check_row(schedule("interleaved", 2 * p, m, chunks=2), 2, makespan, ratio, peaks)
 
 
 def test_torchs_own_interleaved_1f1b_has_the_same_order():
-    """An order made by another hand, which runs; its rounds of micro-batches are groups here."""
+    """The order of another implementation; its rounds of micro-batches are groups here."""
     from torch.distributed.pipelining.schedules import (
         ScheduleInterleaved1F1B,
     )  # here: planning's other tests need no torch
@@ -95,7 +95,7 @@ def test_the_bubble_shrinks_with_the_stages_of_a_rank_for_every_group_that_is_ta
 @given(st.integers(1, 6), st.integers(1, 12))
 @settings(deadline=None, max_examples=30)
 def test_interleaved_with_one_stage_on_every_rank_is_eager_1f1b(p, m):
-    """Nothing to interleave: what is left is the warm-up of 2(p - r) - 1 forwards."""
+    """With one stage per rank the warm-up is that of eager 1F1B, 2(p - r) - 1 forwards."""
     assume(m >= p)
     assert schedule("interleaved", p, m, chunks=1).programs == schedule("eager-1f1b", p, m).programs
 

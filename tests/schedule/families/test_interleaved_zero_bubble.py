@@ -93,7 +93,7 @@ def test_the_bubble_is_that_of_zb_h1_divided_by_the_stages_of_a_rank(size, group
 @given(st.integers(1, 6), st.integers(0, 8))
 @settings(deadline=None, max_examples=30)
 def test_with_one_stage_on_every_rank_it_is_zb_h1(p, more):
-    """Nothing to interleave: the warm-up and the delay of W are those of ZB-H1."""
+    """With one stage per rank the warm-up and the delay of W are those of ZB-H1."""
     m = p + more
     assert schedule(NAME, p, m, chunks=1).programs == schedule("zb-h1", p, m).programs
 
@@ -112,7 +112,7 @@ def test_gradients_are_those_of_one_stage():
 
 
 def test_groups_and_stages_that_do_not_fit_are_refused_by_its_own_name():
-    """The rules are those of `interleaved`, the name in the message is not."""
+    """Groups have the rules of `interleaved`, and the message has the name of this family."""
     with pytest.raises(
         ScheduleError,
         match=f"{NAME} on 4 ranks cannot run 8 micro-batches in groups of 3: every group, the last "

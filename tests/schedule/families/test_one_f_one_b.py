@@ -25,7 +25,7 @@ ORDER = """\
 
 
 def test_one_f_one_b_has_the_published_order():
-    """Narayanan et al. 2021, section 3.4, to the op."""
+    """Narayanan et al. 2021, section 3.4, op by op."""
     one_f_one_b = schedule("1f1b", 4, 8)
     for line, program in zip(ORDER.splitlines(), one_f_one_b.programs, strict=True):
         stage, _, ops = line.partition(":")
@@ -51,7 +51,7 @@ def test_one_f_one_b_with_fewer_micro_batches_than_stages_never_fills():
 
 @pytest.mark.parametrize(("p", "m", "makespan", "ratio"), ROWS)
 def test_one_f_one_b_agrees_with_the_table_of_the_literature(p, m, makespan, ratio):
-    """The oracle was made by another simulator."""
+    """Values of docs/literature/simulated-values.md, which another simulator computed."""
     line = simulate_schedule(schedule("1f1b", p, m), Costs(forward=1, backward=2))
     assert line.makespan == makespan
     assert line.bubble_ratio == pytest.approx(ratio, abs=5e-5)
@@ -82,7 +82,7 @@ def test_one_f_one_b_with_slow_hops_agrees_with_the_oracles(p, m, c, makespan):
 @pytest.mark.parametrize("p", range(2, 9))
 @pytest.mark.parametrize(("f", "b", "c"), [(1, 2, 1), (3, 4, 2), (1, 2, 3)])
 def test_one_f_one_b_pays_two_hops_for_all_but_one_micro_batch_in_p(p, f, b, c):
-    """The hop-hiding law of docs/literature/hop-latency.md for BaPipe's 1F1B-SNO, on its whole range."""
+    """The formula of docs/literature/hop-latency.md for BaPipe's 1F1B-SNO, on its whole range."""
     for m in range(1, 40):
         expected = (m + p - 1) * (f + b) + (m + p - 2 - -(-(m - 1) // p)) * 2 * c
         assert (
@@ -103,7 +103,7 @@ def falling(most):
 @given(falling(12), st.integers(1, 9))
 @settings(deadline=None, max_examples=80)
 def test_any_warm_up_that_never_grows_is_sound_and_holds_as_many_as_it_says(warm_up, m):
-    """AvgPipe's advance forward propagation: memory for hidden hops, stage by stage."""
+    """AvgPipe's advance forward propagation: more forwards ahead hide the time of messages."""
     one_f_one_b = schedule("1f1b", len(warm_up), m, warm_up=warm_up)
     assert check_laws(one_f_one_b).peak_in_flight == tuple(min(m, ahead) for ahead in warm_up)
 
@@ -111,7 +111,7 @@ def test_any_warm_up_that_never_grows_is_sound_and_holds_as_many_as_it_says(warm
 @given(st.integers(1, 6), st.integers(1, 12), st.data())
 @settings(deadline=None, max_examples=60)
 def test_more_forwards_ahead_than_p_minus_s_take_no_more_time_on_free_links(p, m, data):
-    """Warm-up buys nothing where hops are free, and costs no time either."""
+    """Where messages take no time, further warm-up forwards do not change the makespan."""
     extra = data.draw(st.lists(st.integers(0, 6), min_size=p, max_size=p))
     one_f_one_b = schedule("1f1b", p, m, warm_up=[p - s + sum(extra[s:]) for s in range(p)])
     assert simulate_schedule(one_f_one_b, Costs(forward=1, backward=2)).makespan == (m + p - 1) * 3

@@ -34,7 +34,7 @@ ORDER_OF_TWO = """\
 
 @pytest.mark.parametrize(("size", "batches", "order"), [(1, 6, ORDER), (2, 4, ORDER_OF_TWO)])
 def test_pipedream_has_the_published_order(size, batches, order):
-    """Narayanan et al. 2019, section 3.2, to the op."""
+    """Narayanan et al. 2019, section 3.2, op by op."""
     for line, program in zip(
         order.splitlines(), schedule("pipedream", 4, size, batches=batches).programs, strict=True
     ):
@@ -74,7 +74,7 @@ def test_there_is_no_bubble_once_it_is_full(stages, size, f, b):
 
 
 def test_the_rows_of_a_stream_are_those_of_one_long_flushed_batch_without_its_updates():
-    """It is 1F1B that never ends; only the updates are more."""
+    """Without updates the programs are those of 1F1B with the micro-batches of all batches."""
     stream, flushed = schedule("pipedream", 5, 3, batches=4), schedule("1f1b", 5, 12)
     assert [[op for op in row if op.kind is not Kind.U] for row in stream.programs] == [
         list(row[:-1]) for row in flushed.programs
@@ -155,7 +155,7 @@ def test_a_warm_up_that_would_hang_is_refused_by_its_own_name():
 
 @pytest.mark.parametrize("wrong", [0, -2, 1.0, "9", True])
 def test_a_number_of_batches_that_counts_nothing_is_refused(wrong):
-    """None is not one of them: it asks for enough."""
+    """None is valid: the family then chooses the number."""
     with pytest.raises(ScheduleError, match=f"a stream's batches is 1 or more, not {wrong!r}"):
         schedule("pipedream", 3, 1, batches=wrong)
 

@@ -25,7 +25,7 @@ ROWS = [(2, 2, 7.5, 0.2000), (2, 4, 13.5, 0.1111), (2, 8, 25.5, 0.0588), (4, 4, 
 
 
 def test_seq1f1b_has_the_published_order():
-    """Sun et al. 2024, to the op."""
+    """Sun et al. 2024, op by op."""
     seq1f1b = schedule("seq1f1b", 4, 2, slices=2)
     rows = [
         " ".join(
@@ -40,7 +40,7 @@ def test_seq1f1b_has_the_published_order():
 
 @pytest.mark.parametrize(("p", "m", "makespan", "ratio"), ROWS)
 def test_seq1f1b_agrees_with_the_table_of_the_literature(p, m, makespan, ratio):
-    """The oracle was made by another simulator."""
+    """Values of docs/literature/simulated-values.md, which another simulator computed."""
     seq1f1b = schedule("seq1f1b", p, m, slices=2)
     line = timeline_of(seq1f1b)
     assert line.makespan == makespan
@@ -73,5 +73,5 @@ def test_slices_of_any_shares_make_a_sound_schedule(p, m, numbers):
 @given(st.integers(1, 8), st.integers(1, 12))
 @settings(deadline=None, max_examples=30)
 def test_one_slice_is_1f1b(p, m):
-    """The family grows out of it."""
+    """With one slice it is 1F1B."""
     assert schedule("seq1f1b", p, m, slices=1).programs == schedule("1f1b", p, m).programs

@@ -54,7 +54,7 @@ def test_equal_slices_divide_the_bubble_of_gpipe(p, m, k):
 
 
 def test_one_slice_is_gpipe():
-    """Nothing is cut, and nothing changes but that it says so."""
+    """Micro-batches are whole then, and the programs those of GPipe."""
     assert schedule("terapipe", 3, 4, slices=1).programs == schedule("gpipe", 3, 4).programs
 
 

@@ -34,7 +34,7 @@ def test_there_is_no_bubble_once_it_is_full(stages, size):
 
 
 def test_smaller_batches_are_refused_with_the_reason():
-    """Two versions would not do; what would, is said."""
+    """Two versions would not be enough; the message has the numbers that are."""
     with pytest.raises(
         ScheduleError,
         match=r"2bw in 4 stages keeps two versions of the weights, which is enough with 4 or more "
@@ -54,7 +54,7 @@ def test_smaller_batches_are_refused_with_the_reason():
 def test_ranks_with_too_few_micro_batches_are_refused_where_the_schedule_is_made(
     stages, micro_batches, replicas, message
 ):
-    """It used to be made, and refused by `verify`; the number that the message gives is taken."""
+    """`verify` would refuse the schedule; with the number in the message it is sound."""
     with pytest.raises(ScheduleError, match=message) as caught:
         schedule("2bw", stages, micro_batches, replicas=replicas)
     enough = int(str(caught.value).partition("Take ")[2].split()[0])
@@ -78,6 +78,6 @@ def test_uneven_ranks_are_sound_as_soon_as_they_are_taken(replicas):
 
 
 def test_it_is_found_by_its_long_name():
-    """The paper's."""
+    """The alias is the name in the paper."""
     assert schedule("pipedream-2bw", 3, 4) == schedule("2bw", 3, 4)
     assert schedules()["2bw"].weights == schedule("2bw", 3, 4).stream.weights == "double-buffer"

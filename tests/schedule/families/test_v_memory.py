@@ -61,13 +61,13 @@ def bubble_of(name, p):
 
 @both
 def test_the_orders_are_those_of_the_literature(name):
-    """Made there by the authors' own program, to the op."""
+    """The programs that the authors' code makes, op by op."""
     assert rows_of(schedule(name, 8, 8)) == ORDERS[name].splitlines()
 
 
 @pytest.mark.parametrize(("name", "p", "m", "makespan", "ratio", "peaks"), ROWS)
 def test_they_agree_with_the_table_of_the_literature(name, p, m, makespan, ratio, peaks):
-    """The oracle was made by another simulator."""
+    """Values of docs/literature/simulated-values.md, which another simulator computed."""
     check_row(schedule(name, 2 * p, m), 2, makespan, ratio, peaks)
 
 
@@ -122,7 +122,7 @@ def test_the_block_repeats_for_many_ranks(name, p):
 @both
 @pytest.mark.parametrize(("stages", "around"), [(1, "2"), (5, "4 or 6")])
 def test_an_odd_number_of_stages_is_refused(name, stages, around):
-    """The way back would lack a stage."""
+    """With an odd number one rank would have only one stage."""
     with pytest.raises(
         ScheduleError,
         match=f"{name} goes down the ranks and back up, with two stages on each: it takes an even "

@@ -26,7 +26,7 @@ ORDER = """\
 
 
 def test_wpipe_has_the_order_of_the_literature():
-    """To the op; the paper's own figure could not be had."""
+    """Op by op, after the properties in the abstract: the paper's figure is not available."""
     for line, program in zip(
         ORDER.splitlines(), schedule("wpipe", 8, 6, batches=2).programs, strict=True
     ):
@@ -71,7 +71,7 @@ def test_with_one_micro_batch_less_gradients_would_be_two_updates_old(ranks):
 
 
 def test_an_odd_number_of_stages_is_refused():
-    """Every rank holds one of each group."""
+    """Every rank has one stage of each group."""
     with pytest.raises(
         ScheduleError,
         match="wpipe with groups=2 has 2 stages on every rank, so it takes a multiple of 2 stages, not 5",

@@ -37,12 +37,12 @@ ORDER = """\
 
 
 def test_zb_v_has_the_published_order():
-    """The closed form, to the op."""
+    """The closed form, op by op."""
     assert rows_of(schedule("zb-v", 8, 8)) == ORDER.splitlines()
 
 
 def test_torchs_own_zb_v_has_the_same_order():
-    """An order made by another hand, which runs; with few micro-batches too."""
+    """The order of another implementation, with few micro-batches too."""
     from torch.distributed.pipelining.schedules import (
         ScheduleZBVZeroBubble,
     )  # here: planning's other tests need no torch
@@ -88,7 +88,7 @@ def test_zb_v_of_any_size_is_sound_and_holds_no_more_than_p_micro_batches(p, m):
 
 @pytest.mark.parametrize(("stages", "around"), [(1, "2"), (3, "2 or 4"), (7, "6 or 8")])
 def test_zb_v_of_an_odd_number_of_stages_is_refused(stages, around):
-    """The way back would lack a stage."""
+    """With an odd number one rank would have only one stage."""
     with pytest.raises(
         ScheduleError,
         match="zb-v goes down the ranks and back up, with two stages on each: it takes an even number "
