@@ -15,6 +15,7 @@ from penstock.errors import ScheduleError
 from penstock.schedule.catalogue import schedule
 from penstock.schedule.dependencies import acyclic_dependencies_of, dependencies_of
 from penstock.schedule.op import Kind, Op, Schedule
+from penstock.schedule.slicing import Slicing
 from penstock.schedule.streaming.streams import Stream, Waves
 from penstock.schedule.unit_times import unit_times
 
@@ -185,6 +186,15 @@ def test_the_end_of_a_wave_that_one_copy_does_not_come_to_waits_for_nobody():
     hetpipe = schedule("hetpipe", 1, 1, in_flight=1, batches=3)
     assert waits_of(hetpipe, 0, Op.parse("0U1")) == ["1 0B1"]
     assert waits_of(hetpipe, 0, Op.parse("0U2")) == []
+
+
+def test_an_op_with_two_inputs_waits_for_both():
+    """Slice 1 of stage 1 needs slice 0, which is behind it, beside its activation, which arrives."""
+    slices = replace(Schedule.parse("0F0 0F1\n1F1 1F0"), slicing=Slicing("tokens", ((0.5, 0.5),)))
+    dependencies = dependencies_of(slices)
+    assert [str(dependencies.ops.op(row)) for row in dependencies.blocked] == ["1F1", "1F0"]
+    in_turn = replace(slices, programs=Schedule.parse("0F0 0F1\n1F0 1F1").programs)
+    assert dependencies_of(in_turn).blocked.tolist() == []
 
 
 def test_the_second_op_of_a_pair_cannot_wait_for_the_first():

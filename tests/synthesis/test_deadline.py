@@ -36,6 +36,9 @@ def test_it_is_over_after_its_seconds_and_remembers_that_it_stopped_something(cl
     clock.now_s += 1.0
     assert deadline.is_over()
     assert (deadline.remaining_s, deadline.reached) == (0.0, True)
+    clock.now_s += 5.0
+    assert (deadline.spent_s, deadline.remaining_s) == (8.0, 0.0)
+    assert deadline.part(1.0).remaining_s == 0.0
 
 
 def test_seconds_of_compilation_do_not_count(clock):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -35,6 +37,33 @@ def test_a_schedule_has_counts_only_on_the_routes_of_the_problem(placement, name
     """Every route must have a micro-batch, and all numbers must agree."""
     problem = problem_of(Costs(forward=(1.0,) * 4), 6, Constraints(placement))
     assert route_counts(problem, schedule(name, *numbers)) == counts
+
+
+def test_a_schedule_with_a_rank_more_or_less_has_no_counts():
+    """Also if that rank has no op: the arrays have a row per rank of the problem."""
+    problem = problem_of(Costs(forward=(1.0,) * 2), 1, Constraints("linear"))
+    case = schedule("1f1b", 2, 1)
+    assert route_counts(problem, case) == (1,)
+    assert route_counts(problem, replace(case, programs=(*case.programs, ()))) is None
+    ring = problem_of(Costs(forward=(1.0,) * 2), 1, Constraints("interleaved", ranks=1))
+    assert route_counts(ring, case) is None
+
+
+@pytest.mark.parametrize("micro_batches", [2, 4])
+def test_updates_of_two_routes_are_at_the_end_of_every_rank(micro_batches):
+    """The copies of a stage update together, so that no copy can use an idle time of its own."""
+    costs = Costs(
+        forward=(1.0,) * 4, backward=(2.0,) * 4, update=(0.0, 1.0, 0.5, 0.0), transfer=1.0
+    )
+    problem = problem_of(costs, micro_batches, Constraints("bidirectional"))
+    case = schedule("chimera", 4, micro_batches)
+    spec = problem.spec(route_counts(problem, case))
+    encoding, work = encode(problem, spec, case), make_workspace(spec)
+    decoded = decode(problem, spec, encoding, work)
+    for program in decoded.programs:
+        kinds = [op.kind for op in program]
+        assert kinds.index(Kind.U) == len(program) - 2
+    assert simulate_schedule(decoded, costs).makespan == evaluate(spec, encoding, work)
 
 
 def test_evictions_and_more_ops_than_the_search_has_cannot_be_encoded():
@@ -142,6 +171,16 @@ def test_only_the_two_halves_of_one_micro_batch_are_joined(text, joined):
     join_halves(spec, encoding, work)
     (program,) = decode(problem, spec, encoding, work).programs
     assert " ".join(map(str, program)) == joined
+
+
+def test_a_whole_backward_that_costs_as_much_up_to_rounding_replaces_its_halves():
+    """0.1 + 0.7 is 0.7999999999999999 in floats, below 0.8."""
+    costs = Costs(forward=(1.0,), input_grad=(0.1,), weight_grad=(0.7,), backward=(0.8,))
+    problem = problem_of(costs, 1, Constraints("linear"))
+    spec = problem.spec((1,))
+    encoding, work = encode(problem, spec, schedule("zb-h1", 1, 1)), make_workspace(spec)
+    join_halves(spec, encoding, work)
+    assert str(decode(problem, spec, encoding, work)) == "rank 0 | 0F0 0B0 0U1"
 
 
 def test_pairs_are_joined_one_by_one_where_all_together_take_too_long():

@@ -209,7 +209,7 @@ class RouteBounds:
                     head_f[s, n] = max(head_f[s, n], arrived_f[s])
             for s in reversed(range(self.stages)):
                 self._add_before_i(before_i[s], s, n)
-                head_i[s, n] = max(before_i[s].end(), head_f[s, n] + self.forward[s])
+                head_i[s, n] = before_i[s].end()
                 if s + 1 < self.stages:
                     arrived_i[s] = (
                         max(arrived_i[s], head_i[s + 1, n] + self.until_gradient[s + 1])
@@ -228,7 +228,9 @@ class RouteBounds:
             self._add_backward(machine, s, n - self.capacity[s])
 
     def _add_before_i(self, machine: _Machine, s: int, n: int) -> None:
-        """Add what I n of stage s waits for on its rank in addition to what I n - 1 waits for."""
+        """Add what I n of stage s waits for on its rank in addition to what I n - 1 waits for: its
+        own F too.
+        """
         for q in self.same_rank[s]:
             machine.add(self.head_f[q, n], self.forward[q])
             if q > s:
@@ -267,7 +269,7 @@ class RouteBounds:
                     tail_i[s, n] = max(tail_i[s, n], sent_i[s])
             for s in reversed(range(self.stages)):
                 self._add_after_f(after_f[s], s, n)
-                tail_f[s, n] = max(after_f[s].end(), self.until_gradient[s] + tail_i[s, n])
+                tail_f[s, n] = after_f[s].end()
                 if s + 1 < self.stages:
                     sent_f[s] = max(sent_f[s], self.forward[s + 1] + tail_f[s + 1, n]) + self.up[s]
                     tail_f[s, n] = max(tail_f[s, n], sent_f[s])
@@ -287,7 +289,9 @@ class RouteBounds:
             machine.add(self.tail_f[s, n + self.capacity[s]], self.forward[s])
 
     def _add_after_f(self, machine: _Machine, s: int, n: int) -> None:
-        """Add what follows F n of stage s on its rank in addition to what follows F n + 1."""
+        """Add what follows F n of stage s on its rank in addition to what follows F n + 1: its own
+        I too.
+        """
         for q in self.same_rank[s]:
             machine.add(self.tail_i[q, n], self.until_gradient[q])
             machine.add(self.update[q], self.after_gradient[q])
@@ -315,7 +319,7 @@ def preemptive(jobs: Iterable[Job]) -> float:
     now = most = 0.0
     while waiting or ready:
         if not ready:
-            now = max(now, waiting[-1][0])
+            now = waiting[-1][0]
         while waiting and waiting[-1][0] <= now:
             _, seconds, tail = waiting.pop()
             heapq.heappush(ready, (-tail, seconds))

@@ -110,11 +110,7 @@ def _unsupported_loss_order(schedule: Schedule) -> str | None:
 
 def compute_rows(schedule: Schedule) -> list[list[str]]:
     """Return the compute cells of each rank."""
-    rows = []
-    for rank, program in enumerate(schedule.programs):
-        cells = _cells(schedule, rank)
-        rows.append([cells[op] for op in program if op in cells])
-    return rows
+    return [list(_cells(schedule, rank).values()) for rank in range(schedule.ranks)]
 
 
 def communication_rows(schedule: Schedule) -> list[list[str]]:
@@ -226,7 +222,7 @@ def _with_missing_updates(schedule: Schedule) -> Schedule:
 
 
 def _cells(schedule: Schedule, rank: int) -> dict[Op, str]:
-    """Return the cell of every op of a rank that has one.
+    """Return the cell of every op of a rank that has one, in the order of its program.
 
     Of a pair only the first op has a cell, updates have none.
     """
