@@ -18,7 +18,7 @@ from penstock.synthesis.deadline import Deadline
 from penstock.synthesis.evaluate import evaluate
 from penstock.synthesis.local import POOL, Candidate, Case, Search
 from penstock.synthesis.problem import Constraints
-from penstock.synthesis.rules import standard_rules, unsplit_masks
+from penstock.synthesis.rules import rule_of_times, standard_rules, unsplit_masks
 
 
 def small_search(placement="linear", micro_batches=4, goal=0.0, **options):
@@ -85,6 +85,20 @@ def test_cases_are_cached_and_count_all_ops_of_both_routes():
     assert search.case((2, 3)) is not case
     assert case.ops == 3 * 5 * stages
     assert case.split
+    whole = problem_of(Costs(forward=(1.0,) * 2), 2, Constraints("linear", split=False))
+    assert not Search(whole, 0.0).case((2,)).split
+
+
+def test_a_rule_whose_cap_is_too_small_makes_no_candidate():
+    """The rank that lacks memory for one micro-batch starts nothing."""
+    case = small_search().case((4,))
+    rule = all_rules(case)[0]
+    tight = case.shape.need.copy()
+    tight[1] -= 0.5
+    assert case.try_rule(rule._replace(cap=tight)) is None
+    exact = case.try_rule(rule._replace(cap=case.shape.need))
+    assert exact.seconds == evaluate(case.spec, exact.encoding, case.work)
+    assert exact.rule.cap is case.shape.need
 
 
 @pytest.mark.parametrize("micro_batches", range(2, 15))
@@ -230,6 +244,14 @@ def test_one_round_in_six_is_list_scheduling_and_the_others_anneal(monkeypatch):
     assert search.rounds <= 2
 
 
+def test_a_round_that_reaches_the_goal_is_the_last(monkeypatch):
+    """No shorter program can exist."""
+    search = small_search()
+    monkeypatch.setattr(Search, "_climb", lambda searching: setattr(searching, "goal", math.inf))
+    search.run(Deadline(), 9, 0)
+    assert search.rounds == 1
+
+
 def test_all_splits_are_tried_by_the_standard_rules(monkeypatch):
     """One after the other, the most even first."""
     tried, clock = count_rules(monkeypatch)
@@ -269,6 +291,13 @@ def test_list_scheduling_climbs_from_rules_and_programs(monkeypatch):
                 least = one.seconds
         from_rule += least < math.inf
         from_programs += least == math.inf
+        if least == math.inf:
+            # Then the ops are due when these programs start them.
+            due_times = []
+            for one in pool:
+                evaluate(case.spec, one.encoding, case.work)
+                due_times.append(rule_of_times(case.spec, one.encoding, case.work).due.tolist())
+            assert rule.due.tolist() in due_times
         shorter = []
         for start, changed in starts:
             assert start is rule

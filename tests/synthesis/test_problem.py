@@ -109,6 +109,7 @@ def test_a_placement_has_the_routes_of_its_name(placement, stages, ranks, routes
         (("interleaved", 6, 4), "which 4 ranks cannot hold"),
         (("interleaved", 1, None), "which no ranks cannot hold"),
         (("v", 6, 2), "placement 'v' of 6 stages has 3 ranks, not 2"),
+        (("v", 3, None), "it takes an even number of stages, not 3"),
         (("linear", 6, 3), "placement 'linear' of 6 stages has 6 ranks, not 3"),
         (("linear", 6, True), "at least 1 of ranks and got True"),
         (("bidirectional", 1, None), "needs 2 stages or more"),
@@ -139,6 +140,13 @@ def test_limits_are_for_all_ranks_or_one_each_and_what_is_needed_fits_exactly():
     )
     with pytest.raises(ScheduleError, match=r"rank 3 \(stages 0, 3\) needs 40 bytes"):
         problem_for(costs, 2, Constraints("bidirectional", (40, 30, 30, 39)))
+
+
+def test_a_limit_holds_what_adds_up_to_it_but_for_rounding():
+    """Three times 0.1 is 0.30000000000000004 in floats: the kernels add sizes up in this way."""
+    costs = StageCosts.of(Costs(forward=(1.0,), activation_bytes=(0.1,)), 1)
+    spec = problem_for(costs, 3, Constraints("linear", 0.3)).spec((3,))
+    assert 0.1 + 0.1 + 0.1 <= spec.limit[0] < 0.3001
 
 
 def test_a_problem_has_unsplit_costs_where_backwards_stay_whole():
