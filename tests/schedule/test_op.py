@@ -16,6 +16,7 @@ from penstock.schedule.lower import lower
 from penstock.schedule.op import Kind, Op, Schedule
 from penstock.schedule.slicing import Slicing
 from penstock.schedule.streaming.period import with_batch_count
+from penstock.schedule.streaming.streams import Stream
 from penstock.verify.verify import verify
 
 OPS = st.builds(Op, st.sampled_from(list(Kind)), st.integers(0, 10**9), st.integers(0, 10**9))
@@ -269,6 +270,11 @@ def test_micro_batches_slices_and_batches_are_counted_each_by_its_own():
     stream = schedule("pipedream", 2, 2, batches=3)
     assert (stream.batches, stream.micro_batches, stream.slices) == (3, 2, 6)
     assert (stream.total_micro_batches, stream.slices_per_micro_batch) == (6, 1)
+    # A last batch that is not complete counts as one; `verify` refuses it.
+    uneven = replace(schedule("pipedream", 1, 1, batches=5), stream=Stream(2))
+    assert (uneven.slices, uneven.micro_batches) == (5, 3)
+    # Only forwards are counted.
+    assert Schedule.parse("0F0 0B5 0U9").slices == 1
     evicting = Schedule.parse("0F0 0E0 0L0 0B0 0U1\n0E0 0L0")
     assert (evicting.stages_of_rank, evicting.ranks_of_stage) == (((0,), ()), ((0,),))
 
