@@ -2,14 +2,16 @@
 
 import math
 import sys
+from types import SimpleNamespace
 
 import pytest
 from tests.synthesis.requests import UNEVEN
 
 from penstock.errors import MissingExtra, ScheduleError, SettingError
+from penstock.schedule.catalogue import schedule
 from penstock.simulate.costs import Costs
 from penstock.synthesis import local
-from penstock.synthesis.synthesise import MOST_S, Settings, _run_all, synthesise
+from penstock.synthesis.synthesise import MOST_S, Settings, _result, _run_all, synthesise
 
 
 @pytest.mark.parametrize(
@@ -150,3 +152,31 @@ def test_proofs_share_the_time_that_is_left():
     log.clear()
     _run_all([FakeTask("a", 5.0, 5.0, 5.0, 3, log)], Settings(exact=True), FakeDeadline())
     assert log == [("a", 30)]
+
+
+def test_the_result_is_the_shortest_schedule_with_the_lowest_bound_and_all_rounds():
+    """A placement that is not the best may have the lower bound: its programs may yet be shorter."""
+    tasks = []
+    for placement, makespan, least, rounds, zoo, zoo_makespan in (
+        ("linear", 12.0, 10.0, 3, "gpipe", 15.0),
+        ("v", 11.0, 10.5, 4, None, math.inf),
+    ):
+        tasks.append(
+            SimpleNamespace(
+                problem=SimpleNamespace(placement=placement),
+                schedule=schedule("gpipe", 2, rounds),
+                makespan=makespan,
+                least=least,
+                rounds=rounds,
+                zoo=zoo,
+                zoo_makespan=zoo_makespan,
+            )
+        )
+    result = _result(tasks, cut_short=True)
+    assert (result.placement, result.makespan, result.lower_bound) == ("v", 11.0, 10.0)
+    assert (result.zoo, result.zoo_makespan, result.rounds) == (None, None, 7)
+    assert (result.gap, result.proved, result.cut_short) == (pytest.approx(0.1), False, True)
+    assert result.schedule.programs == tasks[1].schedule.programs
+    assert result.schedule.options == result.facts()
+    tasks[1].makespan = 10.0
+    assert _result(tasks, cut_short=False).proved
