@@ -15,7 +15,7 @@ def program_of(*lines, **numbers):
 
 
 def text_of(*lines, micro_batches=9, **numbers):
-    """The program in words."""
+    """The text of the program."""
     return " ".join(map(str, program_of(*lines, **numbers).ops(micro_batches)))
 
 

@@ -120,7 +120,7 @@ def test_the_schedules_of_the_core_are_there():
 
 
 def test_an_unknown_schedule_is_refused_with_the_closest_name():
-    """A typing error is answered with the word that was meant."""
+    """The message suggests the name that was probably meant."""
     with pytest.raises(
         UnknownName, match=r"no schedule called '1f1c'. Did you mean '1f1b'\? Known: 1f1b, .*gpipe"
     ) as caught:

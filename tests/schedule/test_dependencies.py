@@ -140,7 +140,7 @@ def test_streams_finish(schedule):
 
 
 def waits_of(schedule, rank, op):
-    """What an op waits for on other ranks, as (rank, op) in words."""
+    """The ops of other ranks that an op waits for, each as text with its rank."""
     dependencies = dependencies_of(schedule)
     rank_of = dependencies.ops.rank.tolist()
     row = list(zip(rank_of, schedule.ops, strict=True)).index((rank, op))

@@ -72,7 +72,7 @@ def test_text_that_is_no_op_is_refused_with_the_text_and_the_form(text):
 
 
 def test_labels_may_lack_and_blank_lines_are_skipped():
-    """A schedule pasted from a mail has blank lines; each must not become a rank without ops."""
+    """Text may have blank lines, which must not become ranks without ops."""
     assert Schedule.parse("\n0F0 0B0\n\n  1F0 1B0\n") == Schedule.parse(
         "rank 0 | 0F0 0B0\nrank 1 | 1F0 1B0"
     )
@@ -153,7 +153,7 @@ def test_programs_given_as_lists_become_tuples():
 
 
 def test_taking_more_micro_batches_than_there_are_changes_nothing():
-    """A full batch plays the schedule as it is, without a copy."""
+    """A full batch runs the schedule itself, without a copy."""
     one_f_one_b = schedule("1f1b", 2, 3)
     assert one_f_one_b.first_micro_batches(3) is one_f_one_b
     assert one_f_one_b.first_micro_batches(9) is one_f_one_b
@@ -201,7 +201,7 @@ def test_every_prefix_of_every_schedule_is_sound(name):
 
 @pytest.mark.parametrize("name", sorted(schedules()))
 def test_forwards_alone_of_every_schedule_run_to_their_end(name):
-    """Evaluation plays the same programs without the backwards; nothing may wait for what was taken
+    """Evaluation runs the same programs without the backwards; nothing may wait for what was taken
     out.
     """
     tried = 0

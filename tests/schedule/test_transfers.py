@@ -1,4 +1,4 @@
-"""Findings about transfers: each in words, with its rank and the transfer."""
+"""Findings about transfers: each with its message, its rank and the transfer."""
 
 from __future__ import annotations
 

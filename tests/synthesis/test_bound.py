@@ -63,7 +63,7 @@ def test_equal_stages_have_the_bound_of_one_forward_one_backward(micro_batches, 
 
 
 def test_tight_memory_raises_the_bound_of_the_rank_that_is_tight():
-    """With one micro-batch at a time on rank 0, each takes the whole way up and back."""
+    """With one micro-batch at a time on rank 0, each takes its whole path up and back."""
     costs = Costs(forward=(1.0,) * 3, backward=(2.0,) * 3)
     free = lower_bound(problem_of(costs, 6, Constraints("linear", split=False)))
     tight = lower_bound(problem_of(costs, 6, Constraints("linear", (1, 6, 6), split=False)))

@@ -137,7 +137,7 @@ def test_backwards_stay_whole_where_halves_are_not_wanted():
 
 
 def test_halves_are_joined_where_that_costs_nothing():
-    """Real halves cost a little more than the whole: on one rank, where nobody waits, none is left."""
+    """Real halves cost a little more than the whole: on one rank, which never waits, none is left."""
     result = synthesise(
         Costs(forward=(1.0,), backward=(2.0,)), 4, Settings(budget_s=1000, max_rounds=1)
     )

@@ -265,7 +265,7 @@ def test_a_sound_file_passes_with_the_depth_of_its_own_transfers():
     ],
 )
 def test_a_planted_fault_is_found_and_named(old, new, finding, message):
-    """Rule, rank and transfer are the whole diagnosis; torch plays most of these files, with wrong
+    """Rule, rank and transfer are the whole diagnosis; torch runs most of these files, with wrong
     numbers or for ever.
     """
     assert old in SOUND

@@ -59,7 +59,7 @@ def check_row(
 
 
 def without_updates(schedule: Schedule) -> list[list[str]]:
-    """The programs in words, U left out, as the papers print them."""
+    """The texts of the ops of each rank without U, as the papers print them."""
     return [[str(op) for op in program if op.kind is not Kind.U] for program in schedule.programs]
 
 

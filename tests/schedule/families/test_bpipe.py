@@ -1,4 +1,4 @@
-"""BPipe: what its greedy rule evicts, the balance that comes of it, and that it costs no time."""
+"""BPipe: the order of its greedy rule, its balance of memory, and its makespan, that of 1F1B."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plain model parallelism: the baseline that every pipeline must beat."""
+"""Plain model parallelism: the baseline of all pipelines."""
 
 from __future__ import annotations
 

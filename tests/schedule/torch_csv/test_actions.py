@@ -141,7 +141,7 @@ def test_programs_that_never_finish_are_not_written():
 
 
 def test_receives_in_another_order_than_was_sent_are_refused_on_reading(tmp_path):
-    """torch plays such a file and its gradients are wrong, without a word."""
+    """torch runs such a file, and its gradients are wrong without an error."""
     path = tmp_path / "swapped.csv"
     text = to_csv(schedule("gpipe", 2, 3), communication=True)
     row = (
@@ -220,12 +220,12 @@ def test_a_file_whose_cells_were_moved_is_sound_or_refused_and_if_sound_it_finis
     try:
         verify_lowered(lowered, schedule=back)
     except ScheduleError:
-        assert not plays(lowered)
+        assert not finishes(lowered)
     else:
-        assert plays(lowered)
+        assert finishes(lowered)
 
 
-def plays(lowered):
+def finishes(lowered):
     """Whether every rank comes to its end, with each receive's message the one that it is for, and
     no gradient lost: by playing.
     """

@@ -177,7 +177,7 @@ def test_ranks_without_ops_keep_their_place():
     ],
 )
 def test_what_is_no_action_is_refused_with_its_place(text, message):
-    """torch's own reader takes `2BW0` for `2B` and forgives trailing words; the run then does
+    """torch's own reader takes `2BW0` for `2B` and ignores trailing words; the run then does
     something else.
     """
     with pytest.raises(FileError, match=message) as caught:
