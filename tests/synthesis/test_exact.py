@@ -14,6 +14,7 @@ from tests.synthesis.requests import held, problem_of, random_problem
 from penstock.schedule.op import Kind, Op, Schedule
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import simulate_schedule
+from penstock.synthesis.bound import lower_bound
 from penstock.synthesis.exact import (
     MOST_TICKS,
     _decimal,
@@ -118,6 +119,9 @@ def one_at_a_time(problem):
         ("v", 5, 3),
         ("interleaved", 0, 2),
         ("bidirectional", 6, 3),
+        # Messages of two kinds that would leave in another order than that of their ops.
+        ("interleaved", 7, 3),
+        ("v", 19, 3),
     ],
 )
 def test_the_optimum_is_proved_from_programs_that_run_one_micro_batch_at_a_time(
@@ -154,6 +158,19 @@ def test_without_splits_all_backwards_are_whole():
         proof = prove(problem, bad, makespan, time.monotonic() + 60)
         assert proof.lower_bound == pytest.approx(least)
         assert any(op.kind is Kind.W for op in proof.schedule.ops) == split
+
+
+@pytest.mark.parametrize(("placement", "seed", "micro_batches"), [("v", 14, 2), ("v", 19, 3)])
+def test_an_optimal_schedule_is_proved_and_not_replaced(placement, seed, micro_batches):
+    """Only a shorter one is returned; here the bound alone does not prove it."""
+    problem = random_problem(seed, placement, micro_batches, most_transfer=7)
+    costs, bad = problem.costs.costs(), one_at_a_time(problem)
+    makespan = simulate_schedule(bad, costs).makespan
+    best = prove(problem, bad, makespan, time.monotonic() + 60).schedule
+    makespan = simulate_schedule(best, costs).makespan
+    assert lower_bound(problem) < makespan - 0.5
+    proof = prove(problem, best, makespan, time.monotonic() + 60)
+    assert (proof.schedule, proof.lower_bound) == (None, pytest.approx(makespan))
 
 
 def test_a_schedule_at_the_bound_and_a_time_that_is_up_need_no_model():
