@@ -433,3 +433,15 @@ def test_the_bound_of_cheaper_pairs_is_lower_only_if_the_best_schedule_has_them(
     )
     assert dear.makespan == plain.makespan
     assert dear.lower_bound == plain.lower_bound
+
+
+def test_pairs_that_no_schedule_has_leave_the_bound_of_the_limit():
+    """Costs may say what pairs take: only a schedule that has some is excepted from the bound."""
+    costs = {"forward": (2.0,) * 3, "backward": (4.0,) * 3}
+    options = Settings(split=False, budget_s=0, memory_limit=1)
+    result = synthesise(Costs(**costs, forward_backward=(9.0,) * 3), 6, options)
+    assert not result.schedule.pairs
+    limited = Constraints("linear", 1, split=False)
+    bound = lower_bound(problem_of(Costs(**costs), 6, limited))
+    assert bound > lower_bound(problem_of(Costs(**costs), 6, Constraints("linear", split=False)))
+    assert result.lower_bound == bound
