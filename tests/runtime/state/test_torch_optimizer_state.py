@@ -317,3 +317,40 @@ def test_options_without_a_plain_value_are_not_compared():
     groups = plain_state.collect(assembly)["param_groups"]
     assert [group["params"] for group in groups] == [[0], [1]]
     assert groups[0].keys() == assembly.optimizers()[0].param_groups[0].keys()
+
+
+def test_state_of_a_tied_weight_is_that_of_its_first_name():
+    """The stage that steps it may call it by the name of a later layer, in tensors and numbers."""
+    assembly = single([["w0", "w1"]])
+    (optimizer,) = assembly.optimizers()
+    tied, other = optimizer.param_groups[0]["params"]
+    for parameter, value in ((tied, 4.0), (other, 6.0)):
+        tensors = {"step": torch.tensor(value), "exp_avg": torch.full_like(parameter, value)}
+        optimizer.state[parameter] = {**tensors, "count": value}
+    first_names = {"w0": "embedding", "w1": "w1"}
+    assembly.names = lambda stage: {tied: "embedding", other: "w1"}
+    assembly.traced.first_name = first_names.get
+    assembly.traced.parameter_names = lambda: ["w1", "embedding"]
+    assembly.traced.description.tensors[0].name = "embedding"
+    state = plain_state.collect(assembly)
+    assert {number: row["exp_avg"].tolist() for number, row in state["state"].items()} == {
+        0: [6, 6, 6],
+        1: [4, 4],
+    }
+    assert [row["count"] for row in state["state"].values()] == [6.0, 4.0]
+    assert state["param_groups"][0]["params"] == [0, 1]
+    optimizer.state.clear()
+    plain_state.restore(assembly, state)
+    assert [optimizer.state[parameter]["count"] for parameter in (tied, other)] == [4.0, 6.0]
+
+
+def test_plain_values_alone_are_state_of_a_tied_weight():
+    """A parameter without tensors in its state has no path from which its name could be read."""
+    assembly = single([["w0", "w1"]])
+    (optimizer,) = assembly.optimizers()
+    first, tied = optimizer.param_groups[0]["params"]
+    optimizer.state[tied] = {"count": 5}
+    assembly.names = lambda stage: {first: "w0", tied: "embedding"}
+    assembly.traced.first_name = {"w0": "w0", "w1": "embedding"}.get
+    assembly.traced.parameter_names = lambda: ["embedding", "w0"]
+    assert plain_state.collect(assembly)["state"] == {0: {"count": 5}}
