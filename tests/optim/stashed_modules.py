@@ -114,3 +114,16 @@ MODULES = {
         rows,
     ),
 }
+
+
+class Reassigning(torch.optim.Optimizer):
+    """SGD that gives the parameters new memory in every step, as some optimizers do."""
+
+    def __init__(self, parameters, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    def step(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.data = parameter.data - group["lr"] * parameter.grad

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.optim.stashed_modules import Reassigning
 from torch import nn
 
 from penstock.errors import RunError, SettingError
@@ -239,6 +240,17 @@ def test_a_step_that_fails_leaves_the_changes_of_the_round_as_they_were(lab):
         weights.update(2)
     weights.drain()
     assert torch.allclose(module.weight.data, start - 0.05 / 2)
+
+
+def test_an_optimizer_may_give_the_parameters_new_memory(lab):
+    """Its result is copied to the memory of the copy, from which the pull and the next step go on."""
+    line = lab.line_of("avgpipe", 0, 2, 1, batches=5, pipelines=2)
+    module = lab.mlp()
+    losses, center, _ = reference(lab, line, module, [lab.Sgd(0.05) for _ in range(2)])
+    weights = lab.make(lab.site_of(module, line, "avgpipe", lambda ps: Reassigning(ps, lr=0.05)))
+    assert lab.close(lab.play(module, weights, line.ops, lab.vectors, lab.squares), losses)
+    weights.drain()
+    assert lab.close(lab.values_of(module), center)
 
 
 @pytest.mark.parametrize("batches", [1, 2, 3, 4])

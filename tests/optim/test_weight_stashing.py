@@ -9,6 +9,7 @@ import pytest
 import torch
 from tests.optim.stashed_modules import (
     MODULES,
+    Reassigning,
     Recurrent,
     Tied,
     images,
@@ -401,6 +402,40 @@ def test_backwards_that_read_other_versions_than_their_forwards_leave_these_as_t
         assert torch.equal(module.weight, versions[backward_versions[number]])
         assert module.weight.data_ptr() == place
     assert torch.equal(weights.newest()[0], versions[2].flatten())
+
+
+def test_an_optimizer_may_give_the_parameters_new_memory(lab):
+    """Its result is copied to the memory of the version, from which later ops read it."""
+    line = lab.line_of("stash", 0, 3, 1, batches=6)
+    losses, newest = lab.literal(lab.mlp(), line, lab.vectors, lab.squares, lab.Sgd(0.05))
+    module = lab.mlp()
+    weights = lab.make(lab.site_of(module, line, "stash", lambda ps: Reassigning(ps, lr=0.05)))
+    assert lab.close(lab.play(module, weights, line.ops, lab.vectors, lab.squares), losses)
+    weights.drain()
+    assert lab.close(lab.values_of(module), newest)
+
+
+def test_a_version_that_only_a_backward_reads_is_kept_until_then(lab):
+    """No forward reads it, neither the one of its micro-batch nor the next."""
+    module = nn.Linear(2, 1, bias=False)
+    line = lab.line_of("stash", 0, 3, 1, batches=8)
+    use = line.use
+    line.use = lambda n: replace(use(n), reads=Reads(0, 1), next_forward=4)
+    weights = lab.make(lab.site_of(module, line, "stash", lab.PAIRS["sgd"][0]))
+    weights.before_forward(0)
+    versions = []
+    for version in (1, 2, 3):
+        versions.append(module.weight.detach().clone())
+        module.weight.grad = torch.ones_like(module.weight)
+        weights.update(version)
+    weights.before_backward(0)
+    assert torch.equal(module.weight, versions[1])
+    weights.finished(0)
+    module.weight.grad = torch.ones_like(module.weight)
+    weights.update(4)
+    assert weights.versions == 1
+    with pytest.raises(RunError, match=r"version 0, which was released, .*; available are 4\."):
+        weights.before_forward(1)
 
 
 def test_values_that_are_loaded_after_a_layer_has_moved_its_weights_are_trained(lab):

@@ -84,3 +84,11 @@ def test_a_rule_that_says_nothing_else_is_for_one_copy_of_the_weights_that_meets
     pipedream = schedule("pipedream", 2, 2, replicas=2)
     with pytest.raises(ScheduleError, match="copies of a stage do not synchronise at every U"):
         rule.check(replace(pipedream, stream=replace(pipedream.stream, waves=Waves(2))))
+
+
+def test_a_rule_is_returned_as_it_is():
+    """Also one that is not registered, or that has other facts than the registered one."""
+    rule = replace(weight_rule("stash"), extra=7.0)
+    assert weight_rule(rule) is rule
+    mine = WeightRule("mine", rule.reads, synchronous=False, source="a test")
+    assert weight_rule(mine) is mine

@@ -71,3 +71,9 @@ def test_with_replicas_every_rank_needs_as_many_as_there_are_stages():
         verify(schedule("pipedream", 2, 2, replicas=2), weights="double-buffer")
     with pytest.raises(ScheduleError, match=r"has 1 on a rank, and 2 stages"):
         verify(schedule("pipedream", 2, 2, replicas=[2, 1]), weights="double-buffer")
+
+
+def test_copies_of_the_weights_that_take_turns_are_refused():
+    """The version before the newest would be one of another copy."""
+    with pytest.raises(ScheduleError, match="has 2 copies of the weights that take turns"):
+        rule_of(schedule("avgpipe", 2, 2), "double-buffer")

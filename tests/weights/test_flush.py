@@ -8,6 +8,7 @@ from penstock.errors import ScheduleError
 from penstock.schedule.catalogue import schedule
 from penstock.verify.verify import verify
 from penstock.weights.catalogue import weight_rule
+from penstock.weights.rule_types import Place, Reads
 from penstock.weights.weight_uses import uses
 
 
@@ -38,3 +39,8 @@ def test_without_a_flush_it_is_refused():
         match=r"'flush' does not go with pipedream, which is asynchronous.*Those that do: .*stash",
     ):
         verify(schedule("pipedream", 3, 1), weights="flush")
+
+
+def test_versions_are_counted_by_updates_and_not_by_batches():
+    """A batch whose step was skipped makes no version."""
+    assert weight_rule("flush").reads(Place(0, 2, 7, 0, 2, 5, 5, 5, 5, 5)) == Reads(5, 5)

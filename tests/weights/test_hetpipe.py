@@ -12,6 +12,7 @@ from penstock.schedule.op import Kind
 from penstock.schedule.streaming.streams import Waves
 from penstock.verify.verify import verify
 from penstock.weights.catalogue import weight_rule
+from penstock.weights.rule_types import Reads
 from penstock.weights.weight_uses import readings, uses
 
 RULE = weight_rule("hetpipe")
@@ -103,7 +104,7 @@ def test_virtual_workers_count_their_own_versions():
     weight_uses = uses(schedule("hetpipe", 3, 1, virtual_workers=4), RULE)
     for t in range(400, 440):
         assert weight_uses.at(2, t).reads.forward == weight_uses.at(2, t).reads.backward == t // 4
-        assert weight_uses.at(0, t).reads.forward == t // 4 - 2
+        assert weight_uses.at(0, t).reads == Reads(t // 4 - 2, t // 4 - 2)
 
 
 def test_one_virtual_worker_lacks_nothing_of_others():
@@ -140,3 +141,11 @@ def test_other_rules_are_refused_where_copies_do_not_meet():
     ):
         verify(schedule("hetpipe", 2, 1), weights="stash")
     assert readings(schedule("hetpipe", 2, 1), RULE).across
+
+
+def test_waves_of_copies_that_take_turns_are_refused():
+    """A rank has one copy, whose updates a wave consists of."""
+    hetpipe = schedule("hetpipe", 2, 1)
+    turns = replace(hetpipe, stream=replace(hetpipe.stream, pipelines=2))
+    with pytest.raises(ScheduleError, match="exchange their updates in waves, and hetpipe has"):
+        RULE.check(turns)

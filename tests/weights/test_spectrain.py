@@ -11,6 +11,7 @@ from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import simulate_schedule
 from penstock.verify.verify import verify
 from penstock.weights.catalogue import weight_rule
+from penstock.weights.compatibility import rule_of
 from penstock.weights.weight_uses import uses
 
 RULE = weight_rule("spectrain")
@@ -71,3 +72,9 @@ def test_batches_of_several_micro_batches_are_refused():
     )
     with pytest.raises(ScheduleError, match="pipedream has 2 on a rank: give micro_batches=1"):
         verify(schedule("pipedream", 2, 2, replicas=[2, 1]), weights="spectrain")
+
+
+def test_copies_that_exchange_updates_in_waves_are_refused():
+    """Its predictions know nothing of the updates of other copies."""
+    with pytest.raises(ScheduleError, match="copies of a stage do not synchronise at every U"):
+        rule_of(schedule("hetpipe", 2, 1), "spectrain")

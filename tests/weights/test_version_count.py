@@ -134,3 +134,53 @@ def test_a_prediction_is_made_from_the_version_at_the_first_forward_of_its_batch
     assert versions == [1]
     assert [(f.op, f.rank) for f in findings] == [("0F4", 0), ("0F5", 0)]
     assert "reads version 1 of stage 0, which has been dropped (kept: 2)" in findings[0].message
+
+
+def test_a_version_that_forward_and_backward_lack_is_found_once():
+    """Both read it; the finding is that of the F."""
+
+    def reads(place):
+        version = 0 if place.batch == 2 else place.at_forward
+        return Reads(version, version)
+
+    rule = WeightRule("mine", reads, synchronous=False, source="a test")
+    _, findings = held("0F0 0B0 0U1 0F1 0B1 0U2 0F2 0B2 0U3", rule)
+    assert [finding.op for finding in findings] == ["0F2"]
+
+
+def test_a_forward_before_one_that_the_rule_refuses_keeps_what_it_reads():
+    """What the refused one reads is not known."""
+    rows = [list(with_batches(Schedule.parse("0F0 0F1 0B0 0U1 0B1 0U2").programs[0], 1))]
+    trace, rule = trace_versions(rows, 1), weight_rule("stash")
+    reads = {0: rule.reads(trace.place(0, 0))}
+    assert count_versions(rows, trace, [reads], rule) == ([1], [])
+
+
+def test_versions_of_all_copies_on_a_rank_are_added():
+    """Copy 0 has batches 0 and 2, of which 2 holds version 0; copy 1 has its first version."""
+    text = "0F0 0F2 0B0 0U1 0F1 0B2 0U2 0B1 0U1"
+    assert held(text, weight_rule("stash"), pipelines=2) == ([3], [])
+    assert held("0F0 0B0", weight_rule("stash"), pipelines=2) == ([2], [])
+
+
+def test_replicas_on_two_ranks_count_their_own_versions():
+    """An update of one rank makes no version on the other; the rank with most counts."""
+    one = "0F0 0B0 0U1 0F2 0B2 0U2"
+    two = "0F1 0F3 0B1 0U1 0B3 0U2"
+    for text in (f"{one}\n{two}", f"{two}\n{one}"):
+        assert held(text, weight_rule("stash"), size=2) == ([2], [])
+
+
+def test_only_a_rule_with_one_version_reads_a_dropped_one_as_a_prediction():
+    """Batches are interleaved, and no F after 0F2 may read version 0 of a rule that keeps versions."""
+    text = "0F0 0B0 0U1 0F2 0F1 0B1 0B2 0F3 0B3 0U2"
+    for one_version in (True, False):
+        rule = WeightRule(
+            "mine",
+            lambda p: Reads(p.batch_at_forward, p.at_backward, forward_ahead=1),
+            synchronous=False,
+            source="a test",
+            one_version=one_version,
+        )
+        _, findings = held(text, rule, size=2)
+        assert [finding.op for finding in findings] == ([] if one_version else ["0F1"])

@@ -74,3 +74,34 @@ def test_a_backward_without_a_forward_before_it_is_refused_with_its_rank(kind):
         rows = [list(with_batches(program, 1)) for program in Schedule.parse(text).programs]
         with pytest.raises(ScheduleError, match=f"0{kind}0 on rank 1 has no forward before it"):
             trace_versions(rows, 1)
+
+
+def test_a_batch_begins_at_its_first_forward_and_its_first_backward():
+    """Rules that predict once per batch read what was the newest then, not what is at each op."""
+    program = Schedule.parse("0F0 0F1 0F2 0B0 0B2 0B1 0U1 0F3 0B3 0U2").programs[0]
+    trace = trace_versions([list(with_batches(program, 2))], 1)
+    assert trace.place(0, 2) == Place(0, 1, 1, 0, 2, 0, 0, 0, 0, 0)
+    assert trace.place(0, 3) == Place(0, 1, 1, 1, 2, 1, 1, 0, 0, 1)
+
+
+def test_a_place_has_the_version_at_i_and_not_the_later_one_at_w():
+    """The input gradient of I is taken with the weights that it reads."""
+    program = Schedule.parse("0F0 0I0 0F1 0U1 0I1 0W0 0W1 0U2").programs[0]
+    place = trace_versions([list(with_batches(program, 1))], 1).place(0, 0)
+    assert (place.at_forward, place.at_backward, place.batch_at_backward) == (0, 0, 0)
+
+
+def test_replicas_on_two_ranks_have_versions_and_next_forwards_of_their_own():
+    """Their updates are numbered alike, and the last F of one is not followed by the first of the
+    other.
+    """
+    text = "0F0 0B0 0U1 0F2 0B2 0U2\n0F1 0B1 0U1 0F3 0B3 0U2"
+    rows = [list(with_batches(program, 2)) for program in Schedule.parse(text).programs]
+    trace = trace_versions(rows, 1)
+    micro_batches = trace.stages[0]
+    assert [micro_batches[n].at_forward for n in range(4)] == [0, 0, 1, 1]
+    assert [micro_batches[n].next_number for n in range(4)] == [2, 3, None, None]
+    assert [micro_batches[n].rank for n in range(4)] == [0, 1, 0, 1]
+    assert {key: share.count for key, share in trace.shares.items()} == {
+        (rank, 0, batch): 1 for rank in range(2) for batch in range(2)
+    }

@@ -388,3 +388,35 @@ def test_a_place_that_a_rule_refuses_is_told_once_for_each_rank():
         ("weights", "0F0", 0),
         ("weights", "1F0", 1),
     ]
+
+
+def test_staleness_is_counted_until_the_weight_gradient_and_over_a_whole_period():
+    """W follows an update that comes after I; of two batches in a loop, each has an age."""
+    loops = [f"0F{n} 0I{n}" + (f" 0W{n - 1} 0U{n}" if n else "") for n in range(8)]
+    program = Schedule.parse(" ".join((*loops, "0W7 0U8")), synchronous=False)
+    split = replace(program, stream=Stream(8))
+    loops = [f"0F{n} 0F{n + 1} 0B{n} 0U{n + 1} 0B{n + 1} 0U{n + 2}" for n in range(0, 12, 2)]
+    alternating = replace(Schedule.parse(" ".join(loops), synchronous=False), stream=Stream(12))
+    stash = weight_rule("stash")
+    assert readings(split, stash).mean_staleness == (uses(split, stash).staleness(0),) == (1.0,)
+    assert readings(alternating, stash).mean_staleness == (0.5,)
+    assert uses(alternating, stash).staleness(0) == 0.5
+
+
+def test_refusals_and_versions_that_lack_are_all_reported():
+    """A user mends both at once."""
+
+    def reads(place):
+        if place.stage == 0:
+            raise ScheduleError("not on the first stage")
+        return Reads(place.at_forward + 1, place.at_forward + 1)
+
+    with pytest.raises(ScheduleError) as caught:
+        readings(schedule("pipedream", 2, 1, batches=2), rule_that_reads(reads))
+    findings = caught.value.findings
+    assert {(finding.rank, finding.op[:2]) for finding in findings} == {
+        (0, "0F"),
+        (1, "1F"),
+        (1, "1B"),
+    }
+    assert "reads version 1 of stage 1, where the newest is 0" in str(caught.value)

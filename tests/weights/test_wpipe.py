@@ -8,6 +8,7 @@ from penstock.errors import ScheduleError
 from penstock.schedule.catalogue import schedule
 from penstock.verify.verify import verify
 from penstock.weights.catalogue import weight_rule
+from penstock.weights.rule_types import Place, Reads
 from penstock.weights.weight_uses import readings
 
 
@@ -35,3 +36,20 @@ def test_an_order_in_which_gradients_are_two_updates_late_is_refused():
     ):
         verify(schedule("pipedream", 4, 2), weights="wpipe")
     assert verify(schedule("pipedream", 4, 3), weights="wpipe").versions == (2, 2, 2, 1)
+
+
+def test_a_backward_reads_the_version_of_its_forward_and_its_own_age_counts():
+    """An update between the forwards of a batch does not make the gradient of a later one older."""
+    place = Place(
+        0,
+        2,
+        batch=5,
+        micro_batch=1,
+        micro_batches=2,
+        at_forward=4,
+        at_backward=5,
+        batch_at_forward=3,
+        batch_at_backward=5,
+        at_first_stage=4,
+    )
+    assert weight_rule("wpipe").reads(place) == Reads(4, 4)

@@ -7,6 +7,7 @@ import pytest
 from penstock.schedule.catalogue import schedule
 from penstock.verify.verify import verify
 from penstock.weights.catalogue import weight_rule
+from penstock.weights.rule_types import Place
 from penstock.weights.weight_uses import uses
 
 RULE = weight_rule("xpipe")
@@ -68,3 +69,21 @@ def test_with_replicas_distances_are_for_the_micro_batches_that_a_rank_has():
             doubled.at(stage, 41).first,
             doubled.at(stage, 42).first,
         ) == (True, True, False)
+
+
+def test_versions_are_those_of_the_first_forward_and_the_first_backward_of_the_batch():
+    """Updates before a later micro-batch make no other prediction."""
+    place = Place(
+        0,
+        2,
+        batch=9,
+        micro_batch=1,
+        micro_batches=2,
+        at_forward=6,
+        at_backward=8,
+        batch_at_forward=5,
+        batch_at_backward=7,
+        at_first_stage=6,
+    )
+    reads = RULE.reads(place)
+    assert (reads.forward, reads.backward) == (5, 7)
