@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from tests.optim.stashed_modules import Reassigning
@@ -98,6 +100,15 @@ def test_gradients_of_batches_that_overlap_do_not_mix(lab):
     assert torch.allclose(weights.state()["copy0"][0], start - 0.05 * 3 * 0.5)
     assert torch.allclose(weights.state()["copy1"][0], start - 0.05 * 30 * 0.5)
     assert torch.allclose(module.weight.data, start - 0.05 * 33 / 2)
+    before = weights.state()["copy0"][0].clone()
+    weights.before_forward(4)
+    backward(4, 1.0)
+    weights.update(3)
+    weights.drain()
+    change = weights.state()["copy0"][0] - before
+    assert torch.allclose(change, (start - 0.05 * 33 / 2 - (before - 0.05)) / 2 - 0.05), (
+        "gradients that were put aside are used once"
+    )
 
 
 def test_a_scheduler_that_knows_the_first_optimizer_sets_the_learning_rate_of_all(lab):
@@ -116,6 +127,13 @@ def test_a_scheduler_that_knows_the_first_optimizer_sets_the_learning_rate_of_al
         weights.update(number + 1)
     weights.drain()
     assert torch.allclose(module.weight.data, start - 0.5)
+    site.update.optimizer.param_groups[0].update(weight_decay=0.25, maximize=True)
+    for number in range(2):
+        run_batch(weights, module, number, 0.0)
+        weights.update(number + 1)
+    groups = [optimizer.param_groups[0] for optimizer in weights.more_optimizers()]
+    assert [(g["lr"], g["weight_decay"], g["maximize"]) for g in groups] == [(0.5, 0.25, True)]
+    assert groups[0]["params"] == [module.weight, module.bias]
 
 
 def test_memory_is_the_copies_their_reference_and_the_sum_of_the_round(lab):
@@ -240,6 +258,59 @@ def test_a_step_that_fails_leaves_the_changes_of_the_round_as_they_were(lab):
         weights.update(2)
     weights.drain()
     assert torch.allclose(module.weight.data, start - 0.05 / 2)
+
+
+def test_after_an_update_of_one_copy_the_next_op_of_another_finds_its_own(lab):
+    """The update comes between the forward of the other copy and its backward."""
+    module = nn.Linear(2, 2, bias=False).double()
+    line = lab.line_of("avgpipe", 0, 1, 1, batches=4, pipelines=2)
+    weights = lab.make(lab.site_of(module, line, "avgpipe", lab.PAIRS["sgd"][0]))
+    start = module.weight.detach().clone()
+    run_batch(weights, module, 0, 1.0)
+    weights.before_forward(1)
+    weights.update(1)
+    weights.before_backward(1)
+    assert torch.equal(module.weight, start)
+    weights.before_forward(2)
+    assert torch.allclose(module.weight.data, start - 0.05 / 2)
+
+
+@pytest.mark.parametrize("pair", ["momentum", "adam"])
+def test_copies_and_their_optimizers_come_back_from_a_checkpoint(lab, pair):
+    """The continued run is bit for bit the one that was not interrupted, in copies of its own."""
+    line = lab.line_of("avgpipe", 0, 1, 1, batches=6, pipelines=3)
+    modules = [lab.mlp(seed) for seed in (0, 1)]
+    sites = [lab.site_of(module, line, "avgpipe", lab.PAIRS[pair][0]) for module in modules]
+    weights, loaded = map(lab.make, sites)
+    lab.play(modules[0], weights, line.ops, lab.vectors, lab.squares)
+    weights.drain()
+    saved = {name: list(map(torch.clone, values)) for name, values in weights.state().items()}
+    modules[1].load_state_dict(modules[0].state_dict())
+    first, restored = (site.update.optimizer for site in sites)
+    restored.load_state_dict(copy.deepcopy(first.state_dict()))
+    loaded.load_state(saved)
+    assert loaded.state().keys() == saved.keys()
+    for name, values in loaded.state().items():
+        assert all(map(torch.equal, values, saved[name])), name
+    losses = []
+    for module, running in zip(modules, (weights, loaded), strict=True):
+        losses.append(lab.play(module, running, line.ops, lab.vectors, lab.squares))
+        running.drain()
+    assert losses[0] == losses[1]
+    assert all(map(torch.equal, *map(lab.values_of, modules)))
+
+
+def test_a_parameter_without_saved_values_keeps_those_of_the_copies(lab):
+    """A checkpoint has None for one that was not trained then."""
+    module = nn.Linear(2, 2).double()
+    line = lab.line_of("avgpipe", 0, 1, 1, batches=4, pipelines=2)
+    weights = lab.make(lab.site_of(module, line, "avgpipe", lab.PAIRS["sgd"][0]))
+    value = torch.full((2, 2), 3.0, dtype=torch.float64)
+    weights.load_state({"copy0": [value, None], "copy1": [None, None]})
+    copies = weights.state()
+    assert torch.equal(copies["copy0"][0], value)
+    assert torch.equal(copies["copy0"][1], module.bias)
+    assert torch.equal(copies["copy1"][0], module.weight)
 
 
 def test_an_optimizer_may_give_the_parameters_new_memory(lab):

@@ -11,7 +11,6 @@ from tests.optim.stashed_modules import (
     MODULES,
     Reassigning,
     Recurrent,
-    Tied,
     images,
     rows,
     sequences,
@@ -115,61 +114,6 @@ def test_a_stream_does_what_the_published_equation_says(
     assert lab.close(lab.play(module, weights, line.ops, lab.vectors, lab.squares), losses)
     weights.drain()
     assert lab.close(lab.values_of(module), newest)
-
-
-@pytest.mark.parametrize(("rule", "stages", "micro_batches", "version_count"), [
-    ("stash", 4, 1, [4, 3, 2, 1]), ("stash", 4, 3, [2, 2, 2, 1]), ("double-buffer", 4, 4, [2, 2, 2, 2]),
-    ("vertical-sync", 4, 1, [4, 4, 4, 4])])  # fmt: skip
-def test_as_many_versions_are_kept_as_are_read(lab, rule, stages, micro_batches, version_count):
-    """The paper's memory: p - s versions at stage s with a stash, two with a double buffer, and
-    none besides for the update.
-    """
-    counts, bytes_held = [], []
-    for stage in range(stages):
-        module = lab.mlp()
-        line = lab.line_of(rule, stage, stages, micro_batches, batches=12)
-        weights = lab.make(lab.site_of(module, line, rule, lab.PAIRS["momentum"][0]))
-        lab.play(module, weights, line.ops, lab.vectors, lab.squares)
-        counts.append(weights.peak_versions)
-        bytes_held.append(
-            weights.held_bytes() / sum(parameter.nbytes for parameter in module.parameters())
-        )
-        weights.drain()
-        assert weights.versions == 1
-    assert counts == version_count
-    assert bytes_held == version_count
-
-
-def test_versions_share_what_no_update_has_touched(lab):
-    """An embedding that a batch does not use, or a frozen layer, is not copied."""
-    module = Tied()
-    frozen = nn.Sequential(module, nn.Linear(6, 6).requires_grad_(False))
-    line = lab.line_of("stash", stage=0, stages=4, micro_batches=1, batches=8)
-    weights = lab.make(lab.site_of(frozen, line, "stash", FACTORIES["momentum"]))
-    lab.play(frozen, weights, line.ops, rows, nn.functional.mse_loss)
-    trained = [module.enter.weight, module.enter.bias, module.back.bias]
-    assert weights.peak_versions == 4
-    most = (
-        sum(parameter.nbytes for parameter in trained) * 4
-        + module.sometimes.nbytes * 4
-        + module.never.nbytes
-    )
-    assert most - module.sometimes.nbytes * 2 <= weights.held_bytes() < most
-
-
-def test_a_stage_that_never_updates_holds_one_version(lab):
-    """Unchanged versions share their memory."""
-    module = lab.mlp()
-    line = lab.line_of("stash", stage=0, stages=4, micro_batches=1, batches=8)
-    weights = lab.make(lab.site_of(module, line, "stash", lab.PAIRS["adam"][0]))
-    before = [parameter.data_ptr() for parameter in module.parameters()]
-    for kind, number in line.ops:
-        {"F": weights.before_forward, "B": weights.before_backward, "U": weights.update}[kind](
-            number
-        )
-    assert (weights.versions, weights.peak_versions) == (1, 1)
-    assert weights.held_bytes() == sum(parameter.nbytes for parameter in module.parameters())
-    assert [parameter.data_ptr() for parameter in module.parameters()] == before
 
 
 def test_versions_keep_the_layout_that_recurrent_layers_want(lab):
@@ -338,46 +282,6 @@ def test_a_drain_lets_go_whatever_was_in_flight(lab):
     assert weights.held_bytes() <= max(
         held, 4 * sum(parameter.nbytes for parameter in module.parameters())
     )
-
-
-def test_memory_for_another_version_is_kept_for_the_next_time_and_counted(lab):
-    """A backward that reads another version than its forward borrows a block; the next one as well."""
-    module = nn.Linear(3, 3, bias=False).double()
-    line = lab.line_of("stash", 0, 3, 1, batches=8)
-    line.use, use = (
-        lambda number: replace(use(number), reads=Reads(number and 1, 0)),
-        line.use,
-    )
-    weights = lab.make(lab.site_of(module, line, "stash", lab.PAIRS["sgd"][0]))
-    size = module.weight.nbytes
-    weights.before_forward(0)
-    module.weight.grad = torch.ones(3, 3, dtype=torch.float64)
-    weights.update(1)
-    held = []
-    for number in (1, 2, 3):
-        weights.before_forward(number)
-        assert torch.equal(module.weight, weights._versions[1].tensors[0])
-        weights.before_backward(number)
-        held.append(weights.held_bytes() / size)
-        weights.finished(number)
-    weights.before_forward(4)
-    assert held == [3, 3, 3]
-    assert weights.held_bytes() / size == 3
-
-
-def test_a_drain_keeps_the_memory_of_all_versions_for_the_next_stream(lab):
-    """Their blocks are free again: the next stream allocates none."""
-    module = lab.mlp()
-    line = lab.line_of("stash", 0, 4, 1, batches=8)
-    weights = lab.make(lab.site_of(module, line, "stash", lab.PAIRS["sgd"][0]))
-    held = []
-    for _ in range(3):
-        lab.play(module, weights, line.ops, lab.vectors, lab.squares)
-        held.append(weights.held_bytes())
-        weights.drain()
-        held.append(weights.held_bytes())
-        assert weights.versions == 1
-    assert held == held[:1] * 6
 
 
 def test_backwards_that_read_other_versions_than_their_forwards_leave_these_as_they_were(lab):
