@@ -294,3 +294,105 @@ def test_the_average_rank_bounds_a_search_where_few_layers_must_meet():
         assert (result.bottleneck, result.lower_bound) == (5.0, 4.5)
         result = looped_with_bound([5.0, 2.0, 2.0, 1.0], 2, 2)
         assert result.lower_bound == 5.0
+
+
+def binding_case(seed, layers, shape, kind, slack=0.0):
+    """A chain for unlike ranks with links, and with limits that a cut drawn at random just keeps.
+
+    `kind` names what is left out: "transfer", "limits", "both" or "nothing".
+    """
+    rng = np.random.default_rng(seed)
+    (ranks, rounds), ranks_of = shape, LOOPS[shape]
+    options = {"slack": slack}
+    if kind not in ("transfer", "both"):
+        options["transfer"] = rng.integers(0, 12, layers - 1).astype(float).tolist()
+    if kind not in ("limits", "both"):
+        for name in ("fixed_bytes", "saved_bytes"):
+            options[name] = rng.integers(0, 9, (ranks, layers)).tolist()
+        options["in_flight"] = rng.integers(1, 4, ranks * rounds).tolist()
+        cuts = np.sort(rng.choice(np.arange(1, layers), ranks * rounds - 1, replace=False))
+        ends = [*cuts.tolist(), layers]
+        fixed_bytes = loads(options["fixed_bytes"], ends, ranks_of)
+        saved_bytes = loads(options["saved_bytes"], ends, ranks_of, options["in_flight"])
+        margins = rng.integers(0, 12, ranks)
+        options["limits"] = (np.add(fixed_bytes, saved_bytes) + margins).tolist()
+    seconds = rng.integers(1, 20, (ranks, layers)).astype(float).tolist()
+    return shape, seconds, options
+
+
+every_kind = pytest.mark.parametrize("kind", ["nothing", "transfer", "limits", "both"])
+
+
+@every_kind
+@pytest.mark.parametrize("slack", [0.0, 0.3])
+def test_of_all_cuts_under_limits_that_bind_the_best_is_taken(kind, slack):
+    """Limits hold for all stages of a rank together, and slack is that of the cuts that fit."""
+    for seed in range(6):
+        for shape, layers in (((2, 2), 8), ((1, 3), 6), ((3, 1), 8)):
+            case = binding_case(seed, layers, shape, kind, slack)
+            check(looped(case[1], *shape, **case[2]), case, LOOPS[shape])
+
+
+def searched(case):
+    """The result without trying all cuts."""
+    shape, seconds, options = case
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(looped_with_bound.__globals__, "FEW_CUTS", 0)
+        return looped_with_bound(seconds, *shape, **options)
+
+
+@every_kind
+def test_a_search_over_one_round_is_exact(kind):
+    """All stages are then in one window, of which the best cut is computed."""
+    for seed in range(6):
+        case = binding_case(seed, 9, (3, 1), kind)
+        check(searched(case).lengths, case, LOOPS[3, 1])
+
+
+def recuts(ends, ranks):
+    """All cuts that differ in one window of consecutive stages, one for each rank."""
+    edges = [0, *ends]
+    for first in range(len(ends) - ranks + 1):
+        inner = range(edges[first] + 1, edges[first + ranks])
+        for cuts in combinations(inner, ranks - 1):
+            yield [*ends[:first], *cuts, *ends[first + ranks - 1 :]]
+
+
+def squares(seconds, ends, ranks_of):
+    """The sum of the squares of the seconds of all stages."""
+    edges = pairwise([0, *ends])
+    return sum(sum(seconds[rank][a:b]) ** 2 for rank, (a, b) in zip(ranks_of, edges, strict=True))
+
+
+@every_kind
+@pytest.mark.parametrize(("layers", "shape"), [(10, (2, 2)), (12, (3, 2)), (9, (2, 3))])
+def test_no_window_of_a_searched_cut_can_be_cut_better(kind, layers, shape):
+    """Neither faster with all else fixed, nor as fast with more even stages."""
+    ranks_of = LOOPS[shape]
+    for seed in range(6):
+        case = binding_case(seed, layers, shape, kind)
+        _, seconds, options = case
+        result = searched(case)
+        if result is None:
+            continue
+        ends = np.cumsum(result.lengths).tolist()
+        cuts = [cut for cut in recuts(ends, shape[0]) if fits(options, cut, ranks_of)]
+        times = [busiest(seconds, options, cut, ranks_of) for cut in cuts]
+        assert result.bottleneck <= min(times) * (1 + 1e-9)
+        for cut, time in zip(cuts, times, strict=True):
+            if time <= result.bottleneck * (1 - 1e-9):
+                unevenness = squares(seconds, cut, ranks_of)
+                assert squares(seconds, ends, ranks_of) <= unevenness * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(("slack", "most"), [(0.1, 0.89), (0.3, 0.83)])
+def test_a_search_spends_slack_on_a_smaller_largest_stage(slack, most):
+    """The busiest rank takes at most the slack longer than without it."""
+    sums = np.zeros(2)
+    for seed in range(6):
+        shape, seconds, options = binding_case(seed, 16, (2, 3), "both")
+        results = [searched((shape, seconds, {**options, "slack": s})) for s in (0.0, slack)]
+        assert results[1].bottleneck <= results[0].bottleneck * (1 + slack) * (1 + 1e-9)
+        ends = [np.cumsum(result.lengths).tolist() for result in results]
+        sums += [largest(seconds, row, LOOPS[shape]) for row in ends]
+    assert sums[1] <= most * sums[0]
