@@ -6,9 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.errors import RunError
 from penstock.optim.directions import AdamDirection, RmspropDirection, SgdDirection
-from penstock.weights.rule_types import Reads
 
 
 def test_a_parameter_without_a_gradient_keeps_its_bias_corrections():
@@ -29,18 +27,6 @@ def test_a_parameter_without_a_gradient_keeps_its_bias_corrections():
     assert int(optimizer.state[once]["step"]) == 1
     for weights in moved:
         torch.testing.assert_close(weights, torch.full((3,), -0.1))
-
-
-def test_a_backward_whose_version_is_gone_is_refused(lab):
-    """Only a W, whose I has read the right version, may read the newest in its place."""
-    module = lab.mlp()
-    line = lab.Line(0, 4, 1, 8, lambda at: Reads(at.at_forward, at.at_forward, 0, 0))
-    weights = lab.make(lab.site_of(module, line, "pipeoptim", lab.PAIRS["momentum"][0]))
-    message = (
-        "stage 0: the backward of micro-batch 1 reads weight version 0, 0 ahead, and the newest"
-    )
-    with pytest.raises(RunError, match=message):
-        lab.play(module, weights, line.ops, lab.vectors, lab.squares)
 
 
 def with_gradients(*parameters, seed):
@@ -167,3 +153,85 @@ def test_last_gradients_come_back_as_copies_with_gaps(kind, make):
         assert loaded.state() == {}
     assert moved[0].abs().sum() > 0
     assert moved[1].tolist() == [0, 0]
+
+
+def test_a_restart_reads_the_numbers_of_steps_from_the_optimizer_again():
+    """Its state may be another one then, of other numbers of steps."""
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.Adam([parameter], lr=0.1)
+    direction = AdamDirection(optimizer, [parameter], constant=False)
+    parameter.grad = torch.ones(2)
+    for _ in range(2):
+        direction.remember()
+        optimizer.step()
+        direction.move([torch.zeros(2)], 1)
+    optimizer.state[parameter]["step"].fill_(40)
+    direction.restart()
+    moved, expected = torch.zeros(2), torch.zeros(2)
+    direction.move([moved], 1)
+    AdamDirection(optimizer, [parameter], constant=False).move([expected], 1)
+    assert torch.equal(moved, expected)
+    assert moved.any()
+
+
+@pytest.mark.parametrize(
+    ("kind", "make"),
+    [
+        (SgdDirection, lambda params: torch.optim.SGD(params, lr=0.5)),
+        (SgdDirection, lambda params: torch.optim.SGD(params, lr=0.5, momentum=0.5)),
+        (RmspropDirection, lambda params: torch.optim.RMSprop(params, lr=0.5)),
+        (
+            lambda *args: AdamDirection(*args, constant=False),
+            lambda params: torch.optim.Adam(params, lr=0.5),
+        ),
+    ],
+)
+def test_parameters_without_state_stay_where_they_are(kind, make):
+    """The optimizer may have an empty state for one, or none of the restored gradients' steps."""
+    frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+    used, unused = (nn.Parameter(torch.ones(2)) for _ in range(2))
+    optimizer = make([frozen, used, unused])
+    direction = kind(optimizer, [used, unused])
+    used.grad = torch.ones(2)
+    direction.remember()
+    optimizer.step()
+    assert not optimizer.state[unused]
+    moved = [torch.zeros(2), torch.zeros(2)]
+    direction.move(moved, 1)
+    assert moved[0].any()
+    assert not moved[1].any()
+    optimizer.state.clear()
+    if kind is RmspropDirection or optimizer.defaults.get("momentum"):
+        optimizer.state[used] = {"momentum_buffer": None} if kind is SgdDirection else {}
+        moved = [torch.zeros(2), torch.zeros(2)]
+        direction.move(moved, 1)
+        assert not any(map(torch.any, moved))
+
+
+def test_only_gradients_that_a_formula_needs_are_kept():
+    """Momentum contains the gradient; a kept one is a plain tensor, without a graph of the decay."""
+    momentum, plain = (nn.Parameter(torch.ones(3)) for _ in range(2))
+    groups = [{"params": [momentum], "momentum": 0.9}, {"params": [plain], "weight_decay": 0.1}]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    direction = SgdDirection(optimizer, [momentum, plain])
+    for parameter in (momentum, plain):
+        parameter.grad = torch.ones(3)
+    direction.remember()
+    assert direction.held_bytes() == plain.nbytes
+    ((first, second),) = direction.state().values()
+    assert first is None
+    assert not second.requires_grad
+    torch.testing.assert_close(second, torch.full((3,), 1.1))
+
+
+def test_rmsprop_holds_the_gradients_and_the_memory_of_the_roots():
+    """Both count, the second once there has been a prediction."""
+    parameter = nn.Parameter(torch.ones(5))
+    optimizer = torch.optim.RMSprop([parameter], lr=0.1)
+    direction = RmspropDirection(optimizer, [parameter])
+    parameter.grad = torch.ones(5)
+    direction.remember()
+    assert direction.held_bytes() == parameter.nbytes
+    optimizer.step()
+    direction.move([torch.zeros(5)], 1)
+    assert direction.held_bytes() == 2 * parameter.nbytes

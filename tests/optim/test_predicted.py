@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.errors import RunError, SettingError
+from penstock.errors import RunError
 from penstock.weights.rule_types import Reads
 
 #: (stage, stages, micro-batches)
@@ -264,6 +264,15 @@ def test_a_stage_that_predicts_nothing_takes_no_more_memory_than_its_weights(lab
     assert held == [2, 2, 2, 1]
 
 
+def test_gradients_that_a_direction_keeps_are_memory_of_the_rule(lab):
+    """SGD without momentum has no state from which the last step could be read."""
+    module = lab.mlp()
+    line = lab.line_of("pipeoptim", 0, 4, 1, 8)
+    weights = lab.make(lab.site_of(module, line, "pipeoptim", lab.PAIRS["sgd"][0]))
+    lab.play(module, weights, line.ops, lab.vectors, lab.squares)
+    assert weights.held_bytes() == 3 * sum(parameter.nbytes for parameter in module.parameters())
+
+
 def test_a_w_that_comes_after_a_later_update_than_its_i_reads_the_newest(lab):
     """Deferred weight gradients may come after the next update, when the weights that the I read
     are no longer available.
@@ -294,91 +303,18 @@ def test_a_rule_that_predicts_from_an_old_version_is_told_that_it_is_gone(lab):
         lab.play(module, weights, line.ops, lab.vectors, lab.squares)
 
 
-REFUSED = [
-    (
-        "spectrain",
-        lambda ps: torch.optim.SGD(ps, lr=0.1),
-        r"'spectrain' has no formula for SGD with momentum=0: its paper .*; give it mo",
-    ),
-    (
-        "spectrain",
-        lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, nesterov=True),
-        r"SGD with nesterov=True",
-    ),
-    (
-        "spectrain",
-        torch.optim.Adam,
-        r"'spectrain' has no formula for Adam: its paper has no other; it goes with SGD ",
-    ),
-    (
-        "xpipe",
-        lambda ps: torch.optim.SGD(ps, lr=0.1),
-        r"'xpipe' has no formula for SGD: .*; it goes with Adam and AdamW \(stage 0; so",
-    ),
-    ("xpipe", lambda ps: torch.optim.Adam(ps, amsgrad=True), r"Adam with amsgrad=True"),
-    (
-        "pipeoptim",
-        lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, nesterov=True),
-        r"SGD with nesterov=True: .*; omit nesterov",
-    ),
-    ("pipeoptim", lambda ps: torch.optim.RMSprop(ps, momentum=0.9), r"RMSprop with momentum"),
-    ("pipeoptim", lambda ps: torch.optim.RMSprop(ps, centered=True), r"RMSprop with centered=True"),
-    (
-        "pipeoptim",
-        torch.optim.Adagrad,
-        r"'pipeoptim' has no formula for Adagrad: .* goes with SGD, Adam, AdamW and RMSprop",
-    ),
-]
-
-
-@pytest.mark.parametrize(("rule", "factory", "message"), REFUSED)
-def test_an_optimizer_that_the_paper_has_no_formula_for_is_refused_with_the_reason(
-    lab, rule, factory, message
-):
-    """A wrong prediction would only make training worse, without an error."""
-    with pytest.raises(SettingError, match=message):
-        lab.make(lab.site_of(lab.mlp(), lab.line_of(rule, 0, 2, 1, 4), rule, factory))
-
-
-def test_one_parameter_group_without_a_formula_is_enough_for_a_refusal(lab):
-    """Whichever of them it is."""
+def test_a_backward_whose_version_is_gone_is_refused(lab):
+    """Only a W, whose I has read the right version, may read the newest in its place."""
     module = lab.mlp()
-    line = lab.line_of("pipeoptim", 0, 2, 1, 3)
-    first, *others = module.parameters()
-    for nesterov in ((True, False), (False, True)):
-        groups = [
-            {"params": params, "nesterov": flag}
-            for params, flag in zip(([first], others), nesterov, strict=True)
-        ]
-        site = lab.site_of(
-            module, line, "pipeoptim", lambda _, g=groups: torch.optim.SGD(g, 0.1, momentum=0.9)
-        )
-        with pytest.raises(SettingError, match="no formula for SGD with nesterov=True"):
-            lab.make(site)
-
-
-def test_a_users_rule_that_predicts_does_so_with_the_optimizers_own_formula_or_is_refused(lab):
-    """Rules with other names have no formula of their own."""
-    line = lab.Line(0, 2, 1, 4, lambda at: Reads(at.at_forward, at.at_backward, 1, 1))
-    rule = lab.rule_called("mine", arithmetic="predicted")
-    assert (
-        lab.make(lab.site_of(lab.mlp(), line, "mine", lab.PAIRS["adam"][0], rule=rule)).versions
-        == 1
+    line = lab.Line(0, 4, 1, 8, lambda at: Reads(at.at_forward, at.at_forward, 0, 0))
+    weights = lab.make(lab.site_of(module, line, "pipeoptim", lab.PAIRS["momentum"][0]))
+    message = (
+        "stage 0: the backward of micro-batch 1 reads weight version 0, 0 ahead, and the newest"
     )
-    with pytest.raises(
-        SettingError,
-        match=r"'mine' has no formula for Adagrad: .*; it supports SGD, Adam, AdamW, RMSprop",
-    ):
-        lab.make(lab.site_of(lab.mlp(), line, "mine", torch.optim.Adagrad, rule=rule))
-
-
-def test_complex_weights_are_refused_where_the_formula_takes_roots(lab):
-    """torch's Adam treats real and imaginary parts separately; the formula does not define this."""
-    module = nn.Linear(2, 2, dtype=torch.complex64)
-    with pytest.raises(SettingError, match=r"Adam on complex weights: .*; it is for real ones"):
-        lab.make(
-            lab.site_of(module, lab.line_of("pipeoptim", 0, 2, 1, 4), "pipeoptim", torch.optim.Adam)
-        )
+    for _ in range(2):  # also in the stream after one that failed
+        with pytest.raises(RunError, match=message):
+            lab.play(module, weights, line.ops, lab.vectors, lab.squares)
+        weights.drain()
 
 
 @pytest.mark.parametrize(
@@ -419,3 +355,22 @@ def test_loaded_state_is_used_with_the_counts_of_the_loaded_optimizer(lab):
     fresh._direction.move(expected, 1)
     assert all(map(torch.equal, moved, expected))
     assert any(map(torch.any, moved))
+
+
+def test_after_a_drain_the_counts_of_steps_are_those_of_the_optimizer(lab):
+    """Between runs its state may have been replaced by that of another optimizer."""
+    module = lab.mlp()
+    line = lab.line_of("pipeoptim", 0, 2, 1, batches=4)
+    site = lab.site_of(module, line, "pipeoptim", lab.PAIRS["adam"][0])
+    weights, fresh = lab.make(site), lab.make(site)
+    lab.play(module, weights, line.ops, lab.vectors, lab.squares)
+    weights.drain()
+    for state in site.update.optimizer.state.values():
+        state["step"].fill_(50)
+    read = []
+    for running in (weights, fresh):
+        running.before_forward(0)
+        running.before_forward(1)
+        read.append(lab.values_of(module))
+        running.drain()
+    assert all(map(torch.equal, *read))

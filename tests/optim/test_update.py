@@ -396,13 +396,13 @@ def test_a_stage_trains_if_any_parameter_requires_a_gradient():
         assert update.trains is trains
 
 
-@pytest.mark.parametrize("clip_value", [None, 0.25])
+@pytest.mark.parametrize("clip_value", [None, 0.25, 0.0])
 def test_gradients_are_limited_before_the_step(clip_value):
     """By value and of either sign; without a limit they stay."""
     weights = parameters(1.0, 1.0)
     weights[1].grad = torch.full((1,), -3.0)
     Update.make(weights, sgd, clip_value=clip_value).step()
-    moves = [-0.5, 1.5] if clip_value is None else [-0.125, 0.125]
+    moves = [-0.5, 1.5] if clip_value is None else [-clip_value / 2, clip_value / 2]
     assert [weight.item() for weight in weights] == [1.0 + move for move in moves]
 
 

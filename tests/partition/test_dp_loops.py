@@ -179,6 +179,23 @@ def test_a_v_of_equal_stages_keeps_bounds_that_no_other_v_keeps():
         assert np.flatnonzero(np.diagonal(reached[-1])).tolist() == [4] * exists
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_bounds_of_a_v_count_for_every_rank_and_not_for_all_ranks_inside_together(ranks):
+    """Ranks of equal layers, of which each can compute four; wide bounds exclude nothing."""
+    layers = 4 * ranks
+    ones = np.tile(np.arange(layers + 1.0), (2 * ranks, 1))
+    free = np.zeros(layers + 1)
+    placed = Placed(ones, np.zeros_like(ones), free, np.zeros(ranks))
+    for bound, largest, exists in ((4.0, 2.0, True), (3.5, 2.0, False), (99.0, 99.0, True)):
+        work = np.empty((2, layers + 1), np.int64)
+        reached = np.zeros((ranks + 1, layers + 1, layers + 1), np.uint8)
+        assert bool(peel(placed, bound, largest, work[0], work[1])) == exists
+        assert bool(fold(placed, ones[0], bound, largest, work[0], reached)) == exists
+        middles = np.flatnonzero(np.diagonal(reached[-1])).tolist()
+        everywhere = list(range(ranks, layers - ranks + 1))
+        assert middles == (everywhere if bound == 99 else [2 * ranks] * exists)
+
+
 @settings(max_examples=100)
 @given(
     SEEDS, st.integers(1, 4), st.integers(0, 3), st.sampled_from([(0, 0), (1, 0), (0, 2), (2, 3)])
