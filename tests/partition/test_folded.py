@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from tests.partition.test_looped import chains, check
+from tests.partition.test_looped import binding_case, chains, check
 
 from penstock.errors import PartitionError
 from penstock.partition.folded import folded
@@ -64,3 +64,14 @@ def test_two_stages_need_two_layers_and_a_limit_below_what_any_cut_needs_has_no_
     assert folded([0.0] * 5, 2, transfer=[9.0, 1.0, 1.0, 2.0]) == [2, 1, 1, 1]
     assert folded([1, 1], 1, fixed_bytes=[3, 4], limits=[7]) == [1, 1]
     assert folded([1, 1], 1, fixed_bytes=[3, 4], limits=[6]) is None
+
+
+@pytest.mark.parametrize("slack", [0.0, 0.3])
+@pytest.mark.parametrize("kind", ["nothing", "transfer", "limits", "both"])
+def test_of_all_vs_of_unlike_ranks_under_limits_that_bind_the_best_is_taken(kind, slack):
+    """Limits and bounds hold for both stages of a rank together, and for every rank."""
+    for seed in range(3):
+        for shape, layers in (((2,), 8), ((1,), 5), ((3,), 10)):
+            ranks_of = V[shape]
+            case = binding_case(seed, layers, shape, kind, slack, ranks_of)
+            check(folded(case[1], *shape, **case[2]), case, ranks_of)

@@ -296,21 +296,22 @@ def test_the_average_rank_bounds_a_search_where_few_layers_must_meet():
         assert result.lower_bound == 5.0
 
 
-def binding_case(seed, layers, shape, kind, slack=0.0):
+def binding_case(seed, layers, shape, kind, slack=0.0, ranks_of=None):
     """A chain for unlike ranks with links, and with limits that a cut drawn at random just keeps.
 
     `kind` names what is left out: "transfer", "limits", "both" or "nothing".
     """
     rng = np.random.default_rng(seed)
-    (ranks, rounds), ranks_of = shape, LOOPS[shape]
+    ranks_of = ranks_of or LOOPS[shape]
+    ranks, stages = shape[0], len(ranks_of)
     options = {"slack": slack}
     if kind not in ("transfer", "both"):
         options["transfer"] = rng.integers(0, 12, layers - 1).astype(float).tolist()
     if kind not in ("limits", "both"):
         for name in ("fixed_bytes", "saved_bytes"):
             options[name] = rng.integers(0, 9, (ranks, layers)).tolist()
-        options["in_flight"] = rng.integers(1, 4, ranks * rounds).tolist()
-        cuts = np.sort(rng.choice(np.arange(1, layers), ranks * rounds - 1, replace=False))
+        options["in_flight"] = rng.integers(1, 4, stages).tolist()
+        cuts = np.sort(rng.choice(np.arange(1, layers), stages - 1, replace=False))
         ends = [*cuts.tolist(), layers]
         fixed_bytes = loads(options["fixed_bytes"], ends, ranks_of)
         saved_bytes = loads(options["saved_bytes"], ends, ranks_of, options["in_flight"])
