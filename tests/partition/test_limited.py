@@ -246,6 +246,11 @@ def test_transfers_overlap_the_computation_unless_they_may_not():
         ({"transfer": [1, 1]}, "transfer: has 2 entries, but 3 are needed"),
         ({"saved_bytes": [1, 1]}, "saved_bytes: has 2 entries, but 4 are needed"),
         ({"fixed_bytes": [1, 1, 1, float("inf")]}, "fixed_bytes: entry 3 is inf"),
+        (
+            {"fixed_bytes": [1] * 5, "saved_bytes": [1] * 5},
+            "fixed_bytes and saved_bytes have 5 layers, but seconds has 4",
+        ),
+        ({"overlap": 1}, "overlap is 1; it must be True or False"),
         ({"in_flight": [1, 1]}, "in_flight: has 2 entries, but 4 are needed"),
         ({"overlap": "no"}, "overlap is 'no'; it must be True or False"),
     ],
@@ -268,3 +273,38 @@ def test_lengths_for_other_layers_have_no_bytes():
     """A cut from elsewhere may be for another model."""
     with pytest.raises(PartitionError, match=r"\[2, 1\] sums to 3, but the model has 4 layers"):
         bytes_per_stage([2, 1], NOTHING, NOTHING, [1, 1])
+
+
+def test_a_rank_with_a_limit_below_0_holds_no_layer():
+    """As one whose fixed memory exceeds what it has."""
+    for limits in ([-1, 9], [9, -1]):
+        assert limited([1] * 4, None, [1] * 4, NOTHING, [1, 1], limits) is None
+    assert least_excess([1] * 4, NOTHING, [1, 1], [-1, 9]) == [1, 3]
+
+
+def test_a_sum_that_is_rounded_to_more_than_the_limit_exceeds_it():
+    """1.6 - 1.0 is above 0.6 in floating point, as `bytes_per_stage` reports."""
+    layer_bytes, limits = [1.0, 0.6], [1.0, 0.6]
+    assert bytes_per_stage([1, 1], layer_bytes, [0, 0], [1, 1])[1] > limits[1]
+    assert limited([1, 1], None, layer_bytes, [0, 0], [1, 1], limits) is None
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_links_unlike_in_front_of_and_behind_a_stage_are_both_counted(overlap):
+    """Whole numbers with links that are often the busiest, and limits that a random cut just keeps."""
+    for seed in range(40):
+        rng = np.random.default_rng(seed)
+        layers, stages = 7, int(rng.integers(1, 5))
+        case = {
+            "seconds": rng.integers(0, 9, (stages, layers)).tolist(),
+            "transfer": rng.integers(0, 20, (stages - 1, layers - 1)).tolist() or None,
+            "fixed_bytes": rng.integers(0, 9, (stages, layers)).tolist(),
+            "saved_bytes": rng.integers(0, 9, layers).tolist(),
+            "in_flight": rng.integers(0, 4, stages).tolist(),
+        }
+        cuts = list(every_cut(layers, stages))
+        margins = rng.integers(0, 9, stages)
+        case["limits"] = np.add(needs(case, cuts[rng.integers(len(cuts))]), margins).tolist()
+        lengths = limited(*case.values(), overlap=overlap)
+        busiest = {tuple(cut): max(loads(case, cut, overlap)) for cut in cuts if fits(case, cut)}
+        assert busiest[tuple(lengths)] == min(busiest.values())
