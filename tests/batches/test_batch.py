@@ -138,6 +138,9 @@ def test_more_parts_than_samples_is_the_same_as_single_samples():
             r"^the targets of a batch must be .* these have no tensors$",
         ),
         (torch.ones(4, 2), torch.ones(3), r"^a batch has 4 inputs and 3 targets$"),
+        (torch.ones(3, 2), torch.ones(4), r"^a batch has 3 inputs and 4 targets$"),
+        (torch.ones(0, 3), torch.ones(0), r"^the inputs of a batch must be .* have \(0, 3\)$"),
+        (torch.tensor(1.0), torch.tensor(1.0), r"^the inputs of a batch must be .* have \(\)$"),
         (
             torch.ones(4, 2),
             (torch.ones(4), torch.ones(3)),
@@ -168,7 +171,10 @@ def test_outputs_whose_first_dimension_is_not_the_samples_are_refused(output):
     assert len(flat) == 48
 
 
-@pytest.mark.parametrize("nest", [lambda value: value, lambda value: (value, 1)])
+@pytest.mark.parametrize(
+    "nest",
+    [lambda value: value, lambda value: (value, 1), lambda value: [torch.zeros(4), {"a": value}]],
+)
 def test_inputs_and_targets_that_require_a_gradient_are_refused_in_training(nest):
     """A pipeline computes none for them, and they would silently get none."""
     x, y = rows(4), torch.ones(4)

@@ -136,6 +136,10 @@ def test_all_processes_of_a_batch_make_micro_batches_of_one_form():
         part_y = BatchPart(y[positions or [0]], positions, 5)
         batch = make_batch(part_x, part_y, 2, step=3, training=True)
         assert batch.signature == complete_batch.signature
+        assert [(part.shape, part.is_meta) for part in batch.whole] == [
+            ((5, 2), True),
+            ((5,), True),
+        ]
         assert batch.shares == complete_batch.shares == [3 / 5, 2 / 5]
         assert [len(part) for part in batch.inputs] == [3, 2]
         complete = {

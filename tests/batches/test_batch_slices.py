@@ -161,20 +161,22 @@ def test_each_slicing_has_a_separate_signature():
             text(4, 7),
             r"^the schedule cuts sequences: the inputs have 8 tokens each, the targets 7, and must have as many$",
         ),
+        (text(4, 8), text(4, 9), r"the inputs have 8 tokens each, the targets 9, and must"),
     ],
 )
 def test_sequences_that_cannot_be_cut_are_refused_with_their_shapes(x, y, message):
     """A target without tokens has no slices, and its share of the loss would be counted several
     times.
     """
-    with pytest.raises(SettingError, match=message):
-        sliced(x, y, Slicing("tokens", ((0.5, 0.25, 0.25),)))
+    for shares in (((0.5, 0.25, 0.25),), ((1.0,), (0.5, 0.25, 0.25))):
+        with pytest.raises(SettingError, match=message):
+            sliced(x, y, Slicing("tokens", shares))
 
 
 @pytest.mark.parametrize(
     "output",
-    [torch.ones(2), torch.ones(2, 5), torch.tensor(1.0)],
-    ids=["no tokens", "others", "no samples"],
+    [torch.ones(2), torch.ones(2, 5), torch.ones(2, 3), torch.tensor(1.0)],
+    ids=["no tokens", "more", "fewer", "no samples"],
 )
 def test_outputs_of_slices_that_cannot_be_joined_are_refused(output):
     """A pooled output of half a sequence is none of the whole one's."""

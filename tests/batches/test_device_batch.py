@@ -61,15 +61,16 @@ def test_micro_batches_are_views_of_one_copy(copies):
     assert len(copies) == 2
 
 
-def test_slices_of_sequences_are_views_too(copies):
+@pytest.mark.parametrize("slices", [2, 3])
+def test_slices_of_sequences_are_views_too(copies, slices):
     """A schedule that cuts sequences cuts the copy alike."""
-    schedule = ps.schedule("terapipe", stages=2, micro_batches=2, slices=3)
+    schedule = ps.schedule("terapipe", stages=2, micro_batches=2, slices=slices)
     x = torch.arange(4 * 8).reshape(4, 8)
     batch = make_batch(x, x, 2, step=0, training=True, slicing=schedule.slicing)
     on_device = device_batch(batch, META)
     inputs = [on_device.part(INPUTS, number) for number in batch.numbers]
     assert forms(inputs) == forms(batch.inputs)
-    assert len(inputs) == 6
+    assert len(inputs) == 2 * slices
     assert len(copies) == 1
 
 
@@ -91,7 +92,8 @@ def test_a_batch_that_has_no_whole_is_copied_by_micro_batch(copies):
     parts = [torch.randn(2, 3), torch.randn(1, 3)]
     batch = Batch(0, parts, None, [2 / 3, 1 / 3], "s", training=True)
     on_device = device_batch(batch, META)
-    assert [on_device.part(INPUTS, number).shape for number in batch.numbers] == [(2, 3), (1, 3)]
+    on_meta = [on_device.part(INPUTS, number) for number in batch.numbers]
+    assert [(part.shape, part.device) for part in on_meta] == [((2, 3), META), ((1, 3), META)]
     assert len(copies) == 2
 
 
@@ -102,6 +104,8 @@ def test_tensors_that_are_on_the_device_stay_there(copies):
     part = device_batch(batch, META).part(INPUTS, 1)
     assert part.shape == (2, 3)
     assert copies == []
+    part.requires_grad_()
+    assert not batch.inputs[1].requires_grad
 
 
 def test_stages_on_several_threads_share_one_copy(copies):
@@ -203,3 +207,13 @@ def test_inputs_are_cut_from_one_copy_on_a_device_and_passed_on_from_the_host(co
     assert forms([part["a"], part["b"][0]]) == [((2,), (1,)), ((2, 2), (2, 1))]
     assert whole["a"].device == part["b"][0].device == META
     assert len(copies) == 2
+
+
+def test_tensors_of_one_shape_are_told_apart():
+    """Those of each place in the inputs are cut from the copy of that place, in any micro-batch."""
+    x = {"a": torch.zeros(5, 2), "b": torch.zeros(5, 2, dtype=torch.int64)}
+    batch = make_batch(x, torch.arange(5), 3, step=0, training=True)
+    inputs = batch.inputs[2]
+    second, first = device_batch(batch, META).views(2, [inputs["b"], inputs["a"]])
+    assert (first.dtype, second.dtype) == (torch.float32, torch.int64)
+    assert first.shape == second.shape == (1, 2)
