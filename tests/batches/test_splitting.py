@@ -34,6 +34,7 @@ def rows(samples, width=2):
     [
         (torch.eye(3).to_sparse(), "x have a sparse tensor in them, which cannot be cut"),
         ([torch.zeros(3), torch.eye(3).to_sparse()], "pass its indices by sample as padded dense"),
+        ([1, "a"], r"x must be tensors with .*; these have no tensors"),
         ({"a": nn.Linear(1, 1)}, r"x cannot be cut into micro-batches: .* \(at \['a'\]\)"),
     ],
 )
@@ -77,6 +78,7 @@ def test_parts_are_those_rows_or_tokens_in_order(dim):
         assert part["x"].untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
         start += size
     assert torch.equal(join(cut(value, [1, 3, 2], dim), dim)["x"], x)
+    assert [part.shape[dim] for part in cut(x, [1, 3, 2], dim)] == [1, 3, 2]
 
 
 @st.composite
@@ -226,6 +228,9 @@ def test_even_sizes_are_those_of_dealing_cards(total, parts):
         (11, [1, 2, 1], [3, 5, 3]),
         (100, [0.015, 0.985], [2, 98]),
         (9, [1, 1, 1, 6], [1, 1, 1, 6]),
+        (7, [0.1, 0.1, 3.2, 3.6], [1, 1, 2, 3]),
+        # 1.5, 3 and 4.5, although 0.1 + 0.2 is above 0.3 in floating point.
+        (9, [0.1, 0.2, 0.1 + 0.2], [2, 3, 4]),
     ],
 )
 def test_sizes_are_as_near_to_the_shares_as_whole_positive_numbers_can_be(total, shares, sizes):

@@ -7,6 +7,7 @@ import functools
 import gc
 import sys
 import types
+from collections import OrderedDict
 from typing import NamedTuple
 
 import pytest
@@ -89,10 +90,10 @@ def closure(cls):
 
 
 def unset_closure(cls):
-    """A function with a variable that has no value yet, and the class in another one."""
+    """A function with variables that have no value yet, before and after that of the class."""
     if cls is None:
-        value = None
-    return lambda: (value, cls)
+        after = before = None
+    return lambda: (before, cls, after)
 
 
 def annotated(cls):
@@ -249,4 +250,55 @@ def test_words_of_annotations_may_have_digits(annotation):
     names = {"Wanted2": cls, "Wanted": new_class("Other")}
     exec(f"def function(x: {annotation!r}): ...", names)
     remember_code([names["function"]])
+    assert is_found(cls)
+
+
+def test_text_annotations_of_a_class_are_names_of_its_module():
+    """Dataclasses of a script that has `from __future__ import annotations`."""
+    cls = new_class()
+    module = types.ModuleType("penstock_test_script")
+    module.Wanted = cls
+    holder = new_class("Holder", __annotations__={"x": "list[Wanted]"}, __module__=module.__name__)
+    sys.modules[module.__name__] = module
+    try:
+        remember_code([holder])
+    finally:
+        del sys.modules[module.__name__]
+    assert is_found(cls)
+
+
+def test_bases_of_the_class_of_a_root_are_followed_even_if_they_can_be_looked_up():
+    """A layer of the user's module inherits the forward that constructs the class."""
+    cls = new_class()
+    module = types.ModuleType("penstock_test_layers")
+    facts = {"__module__": module.__name__}
+    module.Base = type("Base", (), {**facts, "forward": closure(cls)})
+    module.Layer = type("Layer", (module.Base,), facts)
+    sys.modules[module.__name__] = module
+    try:
+        remember_code([module.Layer()])
+    finally:
+        del sys.modules[module.__name__]
+    assert is_found(cls)
+
+
+def test_a_lookup_runs_no_code_of_the_module():
+    """A module may make attributes when it is asked for them, and the name is another process's."""
+    module = types.ModuleType("penstock_test_lazy")
+    module.__getattr__ = lambda name: OrderedDict
+    sys.modules[module.__name__] = module
+    try:
+        with pytest.raises(RunError, match="does not find that class"):
+            find("penstock_test_lazy:OrderedDict")
+    finally:
+        del sys.modules[module.__name__]
+
+
+def test_long_chains_of_references_are_followed_to_their_end():
+    """A large model's code has thousands of functions."""
+    cls = new_class()
+    chain = [cls]
+    for _ in range(2000):
+        chain = [chain]
+    remember_code([new_class("Holder", value=chain)])
     assert is_found(cls)

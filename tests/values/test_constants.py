@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 import itertools
 import json
 import math
@@ -122,6 +123,9 @@ def test_equal_constants_share_a_key_and_different_ones_do_not():
     for constant in (math.nan, -0.0, "text", torch.Size([1, 2]), np.float32(0.5), Colour.BLUE):
         copied = decode(json.loads(json.dumps(encode(constant))))
         assert key_of(copied) == key_of(constant)
+    other_colour = enum.Enum("Colour", {"RED": 1})
+    assert repr(other_colour.RED) == repr(Colour.RED)
+    assert key_of(other_colour.RED) != key_of(Colour.RED)
     first, second = Plain(), Plain()
     assert key_of(first) == key_of(first) != key_of(second)
 
@@ -231,6 +235,7 @@ def test_an_object_that_is_too_large_to_search_counts_as_holding_a_tensor():
         np.datetime64("2020-01-02"),
         np.str_("é"),
         OrderedDict,
+        torch.device("cuda:1"),
     ],
     ids=lambda value: type(value).__name__,
 )
@@ -250,10 +255,15 @@ def test_a_constant_is_the_same_after_json(value):
             r"^a ndarray cannot cross.*records\. Convert it to a tensor: torch\.from_num",
         ),
         (function_with(1), r"^a function cannot.*records\. Send the arguments it is made from"),
-        (Plain(), "^a Plain cannot cross"),
+        (
+            functools.partial(int),
+            r"^a partial cannot.*records\. Send the arguments it is made from",
+        ),
+        (Plain(), "^a Plain cannot cross.*records$"),
         (Flags.A | Flags.B, "^a Flags cannot cross"),
         ([1, {"a": object()}], "^an object cannot cross"),
         (np.array([object()], dtype=object), "^a ndarray cannot cross"),
+        (np.array([(1, "a")], dtype=[("n", int), ("o", object)])[0], "^a void cannot cross"),
         (OrderedDict(a=1), "^an OrderedDict cannot cross"),
     ],
 )
