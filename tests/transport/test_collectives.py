@@ -130,6 +130,21 @@ def test_only_the_source_sends_its_value_and_others_need_not_know_its_length(gro
     ]
 
 
+def test_the_device_of_a_message_is_that_of_the_backend_of_its_group(group, monkeypatch):
+    """A group of NCCL serves no CPU tensors, whatever the default group serves."""
+    devices = {None: "cuda:nccl", "gloo": "cpu:gloo", "both": "cpu:gloo,cuda:nccl"}
+    monkeypatch.setattr(dist, "get_backend_config", devices.get)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    moved = []
+    monkeypatch.setattr(torch.Tensor, "to", lambda tensor, device: moved.append(device) or tensor)
+    group.text = b"1"
+    for name in ("gloo", "both", None):
+        all_gather(1, int, name)
+        barrier(name)
+    assert list(map(str, moved)) == ["cpu"] * 4 + ["cuda:3"] * 2
+    assert {call[-2] for call in group.calls if call[0] == "reduce"} == {"gloo", "both", None}
+
+
 def test_a_barrier_is_a_sum_on_the_cpu_that_may_be_awaited_later(group):
     """torch's own may go over NCCL, which refuses ranks that share a card."""
     assert barrier("group") is None

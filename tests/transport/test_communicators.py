@@ -159,8 +159,10 @@ def test_a_single_element_of_any_stride_travels_as_its_bytes():
     assert as_bytes(torch.empty(0, 3, dtype=torch.int16)).shape == (0,)
 
 
-@pytest.mark.parametrize("ranks", [[3], [3, 5, 8], [5, 3]])
-def test_a_group_of_gloo_is_closed_by_a_receive_that_times_out(monkeypatch, ranks):
+@pytest.mark.parametrize(
+    ("ranks", "source"), [([3], None), ([3, 5, 8], 5), ([5, 3], 5), ([0, 3], 0)]
+)
+def test_a_group_of_gloo_is_closed_by_a_receive_that_times_out(monkeypatch, ranks, source):
     """From another rank than this one; a group of one has no links."""
     received = []
 
@@ -175,7 +177,7 @@ def test_a_group_of_gloo_is_closed_by_a_receive_that_times_out(monkeypatch, rank
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: ranks)
     monkeypatch.setattr(dist, "irecv", irecv)
     close_gloo_group("group", 3)
-    assert received == ([] if ranks == [3] else [(5, "group", 2**31 - 1)])
+    assert received == ([] if source is None else [(source, "group", 2**31 - 1)])
 
 
 def test_a_closing_receive_that_cannot_be_posted_ends_nothing(monkeypatch):

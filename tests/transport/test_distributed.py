@@ -275,7 +275,10 @@ def test_a_sent_view_is_resolved_and_packed(works):
     """The bytes in memory are sent, not those that a view reads."""
     transport = alone()
     conjugated = torch.view_as_complex(torch.arange(6.0).reshape(3, 2)).conj()
-    values = [conjugated, conjugated.imag, torch.arange(6.0)[::2], torch.ones(1).expand(4)]
+    # The imaginary part of one number is contiguous, so that no copy resolves its sign.
+    negated = torch.tensor([1 + 2j]).conj().imag
+    values = [conjugated, negated, torch.arange(6.0)[::2], torch.ones(1).expand(4)]
+    assert (negated.is_neg(), negated.is_contiguous()) == (True, True)
     transport.send(2, forward(0, stage=1), Payload.of(values), "s")
     for work, value in zip(works, values, strict=True):
         sent = work.tensor
