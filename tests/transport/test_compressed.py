@@ -245,6 +245,24 @@ def test_leaves_of_one_message_do_not_share_what_they_have_lost():
     assert torch.equal(links.calls[0][3].tensors[2], alone.calls[0][3].tensors[0])
 
 
+def test_gradients_of_several_shapes_do_not_share_what_they_have_lost():
+    """Micro-batches may be uneven: the error of a shape comes back with the next one of that shape."""
+    links = Links()
+    transport = CompressedTransport(links, "int8")
+    wide, narrow = torch.linspace(0.1, 1.0, 1024).reshape(2, 512), torch.linspace(2.0, 3.0, 512)
+    for micro_batch, gradient in enumerate((wide, narrow, wide)):
+        transport.send(1, Message(Kind.B, 1, micro_batch), Payload.of(gradient), "form")
+    alone = Links()
+    transport = CompressedTransport(alone, "int8")
+    transport.send(1, Message(Kind.B, 1, 0), Payload.of(narrow), "form")
+    transport.send(1, Message(Kind.B, 1, 1), Payload.of(wide), "form")
+    transport.send(1, Message(Kind.B, 1, 2), Payload.of(wide), "form")
+    sent, expected = ([call[3].tensors[0] for call in one.calls] for one in (links, alone))
+    assert torch.equal(sent[0], expected[1])
+    assert torch.equal(sent[1], expected[0])
+    assert torch.equal(sent[2], expected[2])
+
+
 @pytest.mark.parametrize("code", ["bfloat16", "int8"])
 @pytest.mark.parametrize("value", [torch.ones(300), [torch.ones(300), 1], {"a": (torch.ones(2),)}])
 def test_the_description_of_a_payload_arrives_as_it_was(code, value):

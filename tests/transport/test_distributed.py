@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
@@ -71,11 +72,12 @@ class Work:
 
     def __init__(self, kind, tensor, peer, options):
         self.kind, self.tensor, self.peer, self.options = kind, tensor, peer, options
-        self.waits = 0
+        self.waits, self.limits = 0, []
 
     def wait(self, *limit):
-        """Count the waits."""
+        """Count the waits, and note their limits."""
         self.waits += 1
+        self.limits += limit
 
     def is_completed(self):
         """Return whether somebody has waited."""
@@ -129,6 +131,8 @@ def test_a_send_goes_to_the_process_of_the_rank_and_is_counted_until_it_has_left
     assert (buffers.now, buffers.peak) == (0, 28)
     transport.drain()
     assert [work.waits for work in works] == [1, 1], "nothing is waited for twice"
+    deadline = timedelta(seconds=transport.wire.deadline_s)
+    assert [work.limits for work in works] == [[deadline]] * 2, "the host waits for gloo"
 
 
 def test_a_received_message_comes_from_the_process_of_the_rank_and_its_buffers_are_given_back(
@@ -238,6 +242,8 @@ def test_over_a_device_empty_tensors_stay_and_dtypes_without_a_kernel_go_as_byte
     ]
     (work, _), _ = transport._in_flight[2, forward(4, stage=1)]
     assert work.text == "1F4 from rank 1 to rank 2"
+    transport.drain()
+    assert [(work.waits, work.limits) for work in works] == [(1, [])] * 2, "the stream waits"
     works.clear()
     gradient = Message(Kind.B, 2, 4)
     announce(transport, 2, gradient, value, "s")
@@ -288,14 +294,22 @@ def test_a_sent_view_is_resolved_and_packed(works):
     assert works[3].tensor.numel() == 1
 
 
-@pytest.mark.parametrize("lost", [False, True])
+@pytest.mark.parametrize(
+    ("text", "closed"),
+    [
+        ("Invalid scalar type", False),
+        ("Invalid scalar type", True),
+        ("Connection closed by peer", False),
+    ],
+)
 @pytest.mark.parametrize("sends", [False, True])
-def test_a_transfer_that_cannot_begin_says_what_between_whom(monkeypatch, sends, lost):
+def test_a_transfer_that_cannot_begin_says_what_between_whom(monkeypatch, sends, text, closed):
     """From the side of this rank; a closed link is the failure of another."""
-    transport = alone(lost=lost)
+    transport = alone(lost=closed)
+    lost = closed or text.startswith("Connection")
 
     def refuse(*args, **options):
-        raise RuntimeError("Invalid scalar type")
+        raise RuntimeError(text)
 
     monkeypatch.setattr(dist, "isend", refuse)
     monkeypatch.setattr(dist, "irecv", refuse)
@@ -311,7 +325,7 @@ def test_a_transfer_that_cannot_begin_says_what_between_whom(monkeypatch, sends,
     with pytest.raises(TransportLost if lost else RunError) as error:
         begin()
     if lost:
-        assert str(error.value) == "Invalid scalar type"
+        assert str(error.value) == text
         return
     transfer = (
         "1F3 could not be sent to rank 2" if sends else "0F3 could not be received from rank 0"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from tests.time_limits import HANG_S
 
 from penstock.schedule.lower import Message
 from penstock.schedule.op import Kind
@@ -69,6 +71,21 @@ def test_who_waits_is_woken_by_the_send():
         sender.send(1, SECOND, payload(8), "s")
         sender.send(1, FIRST, payload(7), "s")
         assert arrival.result().value().item() == 7
+
+
+def test_each_of_several_waits_is_woken_by_its_own_message():
+    """Replicas wait in one exchange: one that is woken for the message of another waits on."""
+    sender, receiver = ends(deadline_s=3600.0)
+    waiting = receiver.exchange._changed._waiters
+    with ThreadPoolExecutor(2) as pool:
+        arrivals = {}
+        for count, message in enumerate((FIRST, SECOND), 1):
+            arrivals[message] = pool.submit(receiver.post(0, message, "s").wait)
+            while len(waiting) < count:
+                os.sched_yield()
+        for number, message in enumerate((SECOND, FIRST)):
+            sender.send(1, message, payload(number), "s")
+            assert arrivals[message].result(HANG_S).value().item() == number
 
 
 def test_a_wait_ends_at_the_deadline():

@@ -111,6 +111,23 @@ def test_a_tensor_comes_out_of_a_slot_with_the_strides_that_it_had(slot, tensor)
 
 
 @pytest.mark.parametrize(
+    "value", [torch.ones(3), [torch.ones(3), torch.ones(2)], [torch.ones(2, 3).t(), torch.ones(2)]]
+)
+def test_neither_a_slot_nor_what_comes_out_of_it_is_part_of_a_graph(slot, value):
+    """A slot is written again and again: a graph of all messages would never be freed."""
+    for tensor in Payload.of(value).tensors:
+        tensor.requires_grad_()
+    payload, layout = Payload.of(value), layout_of(value)
+    for _ in range(2):
+        layout.put(slot, payload.tensors)
+    assert not any(view.requires_grad for view in layout.views(slot))
+    received = layout.take(slot, None)
+    assert not any(tensor.requires_grad for tensor in received.tensors)
+    assert received.wants_grad == (True,) * len(payload.tensors)
+    assert all(map(torch.equal, received.tensors, payload.tensors))
+
+
+@pytest.mark.parametrize(
     "tensor",
     [torch.arange(400.0).reshape(4, 100)[:, :2], torch.arange(9.0).as_strided((4, 3), (2, 1))],
 )

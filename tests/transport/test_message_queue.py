@@ -164,10 +164,11 @@ def test_received_tensors_are_on_the_device_of_the_rank(device):
     """And never views of the slot, which the sender writes again."""
     ends = Ends()
     ends.reader = PayloadReader(ends.mailbox, 1, os.getpid(), torch.device(device))
-    ends.writer.send(16, Payload.of([torch.ones(3), torch.ones(2, 2).t()]))
+    ends.writer.send(16, Payload.of([torch.ones(3), "constant", torch.ones(2, 2).t()]))
     ends.reader.poll()
     _, slot = ends.reader.pending[16][0]
-    first, second = ends.reader.take(16).tensors
+    first, text, second = ends.reader.take(16).value()
+    assert text == "constant"
     assert {first.device.type, second.device.type} == {device}
     if device == "cpu":
         memory = slot.segment.bytes.untyped_storage().data_ptr()

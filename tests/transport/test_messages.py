@@ -48,7 +48,7 @@ def test_micro_batches_wrap_where_none_is_in_flight_any_more():
 @pytest.mark.parametrize(("stage", "tensors"), [(1024, 1), (0, 33)])
 def test_what_fits_no_tag_is_refused(stage, tensors):
     """Another message would be taken for it."""
-    payload = Payload.of([torch.zeros(1) for _ in range(tensors)])
+    payload = Payload.of(["constant", *(torch.zeros(1) for _ in range(tensors))])
     with pytest.raises(RunError, match=rf"stage {stage} sends {tensors} tensors"):
         checked_tensors(payload, Message(Kind.F, stage, 0))
 

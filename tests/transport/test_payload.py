@@ -252,6 +252,15 @@ def test_constants_and_records_of_many_kinds_arrive_as_they_were(value):
     assert repr(received) == repr(value)
 
 
+def test_a_sparse_tensor_arrives_whether_it_is_nested_or_not():
+    """It is sent as its indices and values."""
+    sparse = torch.eye(3).to_sparse()
+    assert len(Payload.of(sparse).tensors) == 2
+    for received in (sent(sparse), sent([sparse])[0]):
+        assert received.layout is torch.sparse_coo
+        assert torch.equal(received.to_dense(), torch.eye(3))
+
+
 @pytest.mark.parametrize("value", [set("abc"), frozenset("abc")])
 def test_sets_arrive_as_they_were(value):
     """In any order: that of strings differs from process to process."""

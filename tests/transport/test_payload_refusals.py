@@ -149,3 +149,10 @@ def test_a_header_is_read_strictly(change, message):
     header = {"version": 2, "structure": "*", "leaves": [], "shared": []} | change
     with pytest.raises(RunError, match=message):
         Header.parse(json.dumps(header))
+
+
+def test_a_header_without_a_version_is_of_another_version():
+    """The first versions wrote none."""
+    text = json.dumps({"structure": "*", "leaves": [], "shared": []})
+    with pytest.raises(RunError, match="of version None and not 2: all ranks need the same"):
+        Header.parse(text)

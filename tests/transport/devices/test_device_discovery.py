@@ -100,14 +100,16 @@ def test_a_slice_is_known_by_the_entry_that_selected_it(index, visible, expected
     ],
 )
 def test_facts_are_of_this_host_and_process(machine, requested, described):
-    """Only variables that are set are in them, in a fixed order."""
+    """Only variables that are set are in them, in a fixed order; an empty one may hide all cards."""
+    machine.setenv("CUDA_VISIBLE_DEVICES", "")
     machine.setenv("WORLD_SIZE", "2")
     machine.setenv("RANK", "1")
     machine.setattr(device_discovery.dist, "is_nccl_available", lambda: "yes")
     facts = rank_facts(requested)
     assert facts.hostname == socket.gethostname()
     assert facts.host == host_identity()
-    assert facts.environment == (("RANK", "1"), ("WORLD_SIZE", "2"))
+    variables = (("RANK", "1"), ("WORLD_SIZE", "2"), ("CUDA_VISIBLE_DEVICES", ""))
+    assert facts.environment == variables
     assert (facts.accelerator, len(facts.cards), facts.problem) == ("cuda", 3, "")
     assert facts.requested == (None if requested is None else str(requested))
     assert facts.nccl == "yes"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -95,10 +97,22 @@ def test_forged_and_repeated_heartbeats_are_ignored():
 def test_time_in_which_this_process_did_not_run_does_not_count():
     """After Ctrl-Z and fg, all ranks have been silent for as long."""
     first, second = pulse_of_two()
-    first.receive(second.encode("running"), 0.0)
-    first.delayed(100.0)
-    assert first.lost(104.0) == []
-    assert first.lost(105.0) != []
+    first.receive(second.encode("running"), 10.0)
+    first.delayed(60.0)
+    first.delayed(40.0)
+    assert first.lost(114.0) == []
+    assert first.lost(115.0) != []
+
+
+def test_a_heartbeat_of_a_rank_whose_address_has_not_come_is_ignored():
+    """Ranks start at different times; the sender may know this rank before this one knows it."""
+    first, second = pulse_of_two()
+    del first.peers[1]
+    first.receive(second.encode("dead"), 1.0)
+    assert first.peers == {}
+    first.peers[1] = Peer(("127.0.0.1", 1))
+    first.receive(second.encode("running"), 2.0)
+    assert first.unheard() == []
 
 
 def test_an_address_of_another_host_is_refused_with_the_variable_that_sets_it(monkeypatch):
@@ -163,10 +177,10 @@ def test_the_state_of_a_process_tells_a_stop_by_a_signal():
 
 
 class Endpoint:
-    """A socket to which nothing arrives, which notes what is sent."""
+    """A socket that notes what is sent, with the datagrams that have arrived."""
 
     def __init__(self) -> None:
-        self.sent = []
+        self.sent, self.arrived, self.unreachable = [], [], None
 
     def fileno(self):
         """A number that no other source has."""
@@ -174,11 +188,15 @@ class Endpoint:
 
     def sendto(self, datagram, flags, address):
         """Note the state of a heartbeat, and for whom it is."""
+        if address == self.unreachable:
+            raise OSError(errno.ENETUNREACH, "Network is unreachable")
         self.sent.append((json.loads(datagram[16:])[2], address))
 
     def recv(self, count, flags):
-        """Nothing has arrived."""
-        raise BlockingIOError
+        """Return the next datagram."""
+        if not self.arrived:
+            raise BlockingIOError
+        return self.arrived.pop(0)
 
 
 @pytest.fixture
@@ -271,6 +289,50 @@ def test_heartbeats_are_half_a_second_apart_once_there_are_peers(loop):
     assert timeouts == [0.0, 0.5, 0.375, 0.125, 0.5, 0.5]
 
 
+def test_a_peer_that_cannot_be_reached_keeps_no_heartbeat_from_the_others(loop):
+    """The others would take this rank for lost. Every heartbeat has the state of the rank."""
+    loop.pulse.peers = {1: Peer(("a", 11)), 2: Peer(("b", 12)), 3: Peer(("c", 13))}
+    loop.loop.begun_s, loop.endpoint.unreachable = loop.now_s, ("b", 12)
+    pids = []
+    state_of = {5: State.STOPPED}
+    loop.monkeypatch.setattr(
+        heartbeat_process, "process_state", lambda pid: pids.append(pid) or state_of[pid]
+    )
+    loop.loop._beat(loop.now_s)
+    assert loop.endpoint.sent == [("stopped", ("a", 11)), ("stopped", ("c", 13))]
+    assert pids == [5]
+
+
+def test_all_heartbeats_that_have_arrived_are_read_at_once(loop):
+    """Of 255 peers, two are heard per period if each look read one."""
+    loop.pulse.peers = {rank: Peer(("a", rank)) for rank in (1, 2, 3)}
+    loop.endpoint.arrived = [Pulse(rank, SECRET, 1.0).encode("running") for rank in (3, 1, 2)]
+    loop.loop._receive(12.0)
+    assert loop.pulse.unheard() == []
+    assert {peer.alive_s for peer in loop.pulse.peers.values()} == {12.0}
+
+
+@pytest.mark.parametrize("error", [AttributeError, ProcessLookupError])
+def test_without_a_descriptor_of_the_rank_the_parent_is_watched_alone(monkeypatch, error):
+    """macOS has none, and the rank may have ended already."""
+
+    def fail(pid):
+        raise error
+
+    monkeypatch.setattr(heartbeat_process.os, "pidfd_open", fail, raising=False)
+    assert heartbeat_process._watch_process(5) is None
+
+
+def test_a_report_to_a_rank_that_has_ended_is_no_error(monkeypatch):
+    """The farewell to the peers is still to come."""
+
+    def fail(descriptor, line):
+        raise BrokenPipeError
+
+    monkeypatch.setattr(heartbeat_process.os, "write", fail)
+    heartbeat_process._report({"lost": []})
+
+
 def test_only_time_in_which_the_process_should_have_run_counts_as_delay(loop):
     """More than two periods after the heartbeat was due, or after a long look that came before."""
     delays = []
@@ -308,10 +370,39 @@ def test_peers_of_which_nothing_was_heard_are_reported_once_after_the_limit(loop
     assert loop.reports[1:] == [{"lost": [{"rank": 2, "age_s": 5.1, "state": "running"}]}]
 
 
+def give_settings(monkeypatch, address):
+    """Let standard input have the settings of rank 3, which listens at an address."""
+    settings = {"rank": 3, "pid": 77, "secret": "abcd", "bind": address, "limit_s": 4.5}
+    standard_input = SimpleNamespace(buffer=io.BytesIO(json.dumps(settings).encode() + b"\n"))
+    monkeypatch.setattr(heartbeat_process, "sys", SimpleNamespace(stdin=standard_input))
+
+
+@pytest.mark.parametrize(
+    ("address", "family"), [("fe80::2", socket.AF_INET6), ("10.0.0.2", socket.AF_INET)]
+)
+def test_an_address_at_which_the_process_cannot_listen_is_reported(monkeypatch, address, family):
+    """The socket is of the family of the address."""
+    sockets, reports = [], []
+
+    def bind(target):
+        sockets.append(target)
+        raise OSError(errno.EADDRNOTAVAIL, "Cannot assign requested address")
+
+    def open_socket(*form):
+        sockets.append(form)
+        return SimpleNamespace(bind=bind)
+
+    give_settings(monkeypatch, address)
+    monkeypatch.setattr(heartbeat_process.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(heartbeat_process.socket, "socket", open_socket)
+    monkeypatch.setattr(heartbeat_process, "_report", reports.append)
+    heartbeat_process.main()
+    assert sockets == [(family, socket.SOCK_DGRAM), (address, 0)]
+    assert reports == [{"error": "Cannot assign requested address"}]
+
+
 def test_the_process_ignores_signals_to_its_group_and_runs_by_its_settings(monkeypatch):
     """A rank may still save after Ctrl-C, SIGTERM, SIGUSR1 or SIGHUP, and is then not lost."""
-    settings = {"rank": 3, "pid": 77, "secret": "abcd", "bind": "127.0.0.1", "limit_s": 4.5}
-    line = json.dumps(settings).encode() + b"\n"
     ignored, reports, loops = set(), [], []
 
     def handle(number, action):
@@ -321,8 +412,7 @@ def test_the_process_ignores_signals_to_its_group_and_runs_by_its_settings(monke
     def note(loop):
         loops.append(loop)
 
-    standard_input = SimpleNamespace(buffer=io.BytesIO(line))
-    monkeypatch.setattr(heartbeat_process, "sys", SimpleNamespace(stdin=standard_input))
+    give_settings(monkeypatch, "127.0.0.1")
     monkeypatch.setattr(heartbeat_process.signal, "signal", handle)
     monkeypatch.setattr(heartbeat_process, "_report", reports.append)
     monkeypatch.setattr(heartbeat_process._Loop, "run", note)

@@ -8,6 +8,7 @@ import io
 import json
 import os
 import socket
+import sys
 import threading
 from types import SimpleNamespace
 
@@ -395,6 +396,21 @@ def test_an_address_on_which_the_process_cannot_listen_is_an_error(start, monkey
         watch._read_port("10.0.0.8")
     with pytest.raises(RunError, match="from ::1: its process has ended"):
         watch._read_port("::1")
+
+
+def test_the_heartbeat_process_gets_its_settings_in_one_line(monkeypatch):
+    """It is isolated from the modules and variables of the user."""
+    process, started = Process(), []
+    monkeypatch.setattr(
+        heartbeats.subprocess, "Popen", lambda command, **_: started.append(command) or process
+    )
+    assert heartbeats._start_process(3, "abcd", "10.0.0.8", 4.5) is process
+    assert process.told == [
+        {"rank": 3, "pid": os.getpid(), "secret": "abcd", "bind": "10.0.0.8", "limit_s": 4.5}
+    ]
+    ((python, *options, program),) = started
+    assert (python, options) == (sys.executable, ["-I", "-S"])
+    assert program.endswith("heartbeat_process.py")
 
 
 def test_a_rank_is_named_with_host_address_and_process():

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
@@ -100,12 +102,15 @@ def test_silence_counts_from_the_last_answer_of_the_host(monkeypatch, clock, loc
     assert told == ([] if local_rank == "1" else [[0]] * 30)
 
 
-def test_a_host_that_never_answers_is_named_after_the_time_limit(monkeypatch, clock):
-    """It is not lost before: it may still start."""
+@pytest.mark.parametrize(
+    "error", [TimeoutError(), socket.gaierror(), OSError(errno.EHOSTUNREACH, "No route to host")]
+)
+def test_a_host_that_never_answers_is_named_after_the_time_limit(monkeypatch, clock, error):
+    """It is not lost before: it may still start, or its name may not be known yet."""
 
     def connect(address, limit_s):
         clock.now_s += 0.9
-        raise TimeoutError
+        raise error
 
     monkeypatch.setattr(store_watch.socket, "create_connection", connect)
     with pytest.raises(RunError) as raised:
@@ -180,6 +185,39 @@ def test_a_lost_process_of_this_host_is_named_at_once(watched, clock, monkeypatc
     watch, events = watched([1, 1])
     assert watch._reason == "rank 0 on host h (pid 7) has ended"
     assert events == [4242]
+
+
+def test_answers_are_counted_and_a_store_that_breaks_off_is_connected_again(monkeypatch):
+    """Over connections of the watch alone, which wait no longer than its limit."""
+    watch, connections = StoreWatch(3, "h", 4242, "torchrun", limit_s=1.5), []
+    rounds = [True, True, RuntimeError("closed"), True]
+
+    class Client:
+        """A store that answers, breaks off, and answers again."""
+
+        def __init__(self, *given, **more) -> None:
+            connections.append((given, more))
+
+        def check(self, keys):
+            """Return an answer."""
+            outcome = rounds.pop(0)
+            if isinstance(outcome, Exception):
+                raise outcome
+            return outcome
+
+    waits = []
+
+    def wait(seconds):
+        waits.append(seconds)
+        return not rounds
+
+    monkeypatch.setattr(store_watch, "TCPStore", Client)
+    watch._done = SimpleNamespace(wait=wait, is_set=lambda: not rounds)
+    watch._ask()
+    assert watch._answers == 3
+    more = {"is_master": False, "timeout": timedelta(seconds=1.5)}
+    assert connections == [(("h", 4242), more)] * 2
+    assert set(waits) == {store_watch.LOOK_S}
 
 
 @pytest.mark.parametrize("reason", [None, "lost"])
