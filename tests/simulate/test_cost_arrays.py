@@ -168,6 +168,26 @@ def test_entries_of_a_wrong_number_are_refused_with_both_numbers():
         SettingError, match="forward of stage 1 has 3 entries, but the schedule has 2 micro-batches"
     ):
         Amounts.of([Costs(forward=((1.0, 2.0), (1.0, 2.0, 3.0)))], 2, (0, 1))
+    with pytest.raises(
+        SettingError, match=r"forward of stage 0 has 1 entries, but .* 2 micro-batch"
+    ):
+        Amounts.of([Costs(forward=((1.0,), (1.0, 2.0)))], 2, (0, 1))
     with pytest.raises(SettingError, match="forward of stage 1, micro-batch 5"):
         Amounts.of([Costs(forward=lambda stage, number: 4.5 - number * stage)], 2, NUMBERS)
     assert Amounts.of([Costs(transfer=())], 1, (0,)).get("transfer").shape == (1, 0, 1)
+
+
+def test_a_single_stage_or_boundary_may_differ_by_micro_batch():
+    """Then no entry stands for all micro-batches."""
+    for fields in ({"forward": ((1.0, 2.0),)}, {"forward": lambda stage, number: number}):
+        assert Amounts.of([Costs(**fields)], 1, NUMBERS).by_micro_batch
+    amounts = Amounts.of([Costs(transfer=((1.0, 2.0),))], 2, NUMBERS)
+    assert amounts.by_micro_batch
+    assert amounts.get("transfer").tolist() == [[[1.0, 2.0]]]
+    assert not Amounts.of([Costs(forward=(1.0,))], 1, NUMBERS).by_micro_batch
+
+
+def test_arrays_without_any_vector_are_no_vector():
+    """A search may have nothing left to try."""
+    amounts = Amounts.batched({"forward": np.empty((0, STAGES)), "update": 1.0}, STAGES, NUMBERS)
+    assert (amounts.vectors, amounts.get("forward").shape) == (0, (0, STAGES, 1))

@@ -127,7 +127,13 @@ def test_an_interface_is_found_by_its_first_address(environment):
     """Those before it have others, or none; long names are cut as the kernel expects."""
     import fcntl
 
-    table = {"down": None, "eth0": "10.0.0.3", "a-name-of-sixteen": "10.0.0.4", "eth1": "10.0.0.4"}
+    table = {
+        "down": None,
+        "longer": "10.0.0.40",
+        "eth0": "10.0.0.3",
+        "a-name-of-sixteen": "10.0.0.4",
+        "eth1": "10.0.0.4",
+    }
     asked = []
 
     def answer(_, request, packed):
