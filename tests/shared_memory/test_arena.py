@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import mmap
 import os
 from types import SimpleNamespace
 
@@ -253,6 +254,13 @@ def test_a_slot_fills_a_segment_to_its_last_byte(arena):
     assert over.take(over.exclusive_pool(wide.nbytes + LINE)).segment is not over.segments[0]
     for closing in (other, over):
         closing.close()
+
+
+@pytest.mark.parametrize("pages", [8, 9, 20])
+def test_a_segment_for_one_large_slot_has_room_for_its_own_line_as_well(arena, pages):
+    """The slot with its line may be whole pages."""
+    slot = arena.take(arena.exclusive_pool(pages * mmap.PAGESIZE - LINE))
+    assert slot.start + slot.pool.nbytes <= len(slot.segment.memory)
 
 
 def test_the_smallest_fitting_loan_is_taken(arena):

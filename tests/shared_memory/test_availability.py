@@ -74,3 +74,5 @@ def test_each_call_of_the_system_is_needed(monkeypatch, name):
     """The first use of one that is missing would end the run."""
     monkeypatch.delattr(os, name)
     assert unavailable_reason() == f"this Python has no os.{name}"
+    monkeypatch.delattr(os, "memfd_create", raising=False)
+    assert unavailable_reason() == "this Python has no os.memfd_create"

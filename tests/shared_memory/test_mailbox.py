@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from penstock.shared_memory.mailbox import Mailbox
@@ -15,6 +17,15 @@ def test_a_sender_identifies_a_mailbox_by_its_nonce(mailboxes):
     another = Mailbox.make(3)
     assert another.nonce != owned.nonce
     another.segment.close()
+
+
+def test_the_nonce_has_all_of_its_128_random_bits(monkeypatch):
+    """In 32 digits, of which the first ones may be zeros."""
+    values = [(0xAB).to_bytes(8, "little"), (0xCD).to_bytes(8, "little")]
+    monkeypatch.setattr(os, "urandom", lambda count: values.pop(0))
+    mailbox = Mailbox.make(1)
+    assert mailbox.nonce == f"{0xAB:016x}{0xCD:016x}"
+    mailbox.segment.close()
 
 
 def test_every_sender_has_a_line_of_its_own(mailboxes):

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from penstock.shared_memory.arena import OutOfSharedMemory
 from penstock.shared_memory.mailbox import Mailbox
 from penstock.shared_memory.queue import KIND_BITS, MAX_LAYOUTS, QueueReader, QueueWriter
+from penstock.shared_memory.segment import Segment
 
 
 class Ends:
@@ -221,6 +222,38 @@ def test_a_description_without_memory_takes_no_number(ends, monkeypatch):
     ends.send(16, b"a")
     ends.reader.poll()
     assert ends.take(16, 1)[0] == (0, b"first")
+
+
+@pytest.mark.parametrize("length", [8192, 4096])
+def test_blocks_and_messages_never_lie_in_the_same_memory(ends, length):
+    """The numbers of a message could be those of an entry that the receiver waits for."""
+    blocks, messages = set(), set()
+    ends.writer.announce_layout(b"")
+    for number in range(600):
+        ends.send(number << KIND_BITS, bytes(length))
+        ends.reader.poll()
+        messages.add(ends.reader.pending[number << KIND_BITS][0][1].place)
+        blocks.add(ends.writer._block.place)
+        ends.take(number << KIND_BITS, 0)
+    assert len(blocks) > 1
+    assert not blocks & messages
+
+
+def test_the_reader_opens_each_segment_once(ends, monkeypatch):
+    """To map memory again for every slot would take as long as a message."""
+    opened, open_segment = [], Segment.open
+
+    def open_and_note(pid, fd):
+        opened.append(fd)
+        return open_segment(pid, fd)
+
+    monkeypatch.setattr(Segment, "open", open_and_note)
+    ends.writer.announce_layout(b"")
+    for number in range(200):
+        ends.send(number << KIND_BITS, bytes(1000))
+        ends.reader.poll()
+    assert sorted(opened) == sorted(segment.fd for segment in ends.writer.arena.segments)
+    assert len(opened) > 1
 
 
 def test_queues_to_one_mailbox_do_not_mix(ends):
