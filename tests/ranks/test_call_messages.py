@@ -10,6 +10,7 @@ import torch
 from torch.distributed import HashStore
 
 from penstock.batches.batch import make_batch
+from penstock.batches.batch_parts import BatchPart
 from penstock.errors import DeadlineExceeded, RanksDiffer
 from penstock.ranks import calls as module
 from penstock.ranks.batch_forms import nested_form, pair_form
@@ -260,7 +261,9 @@ def test_a_loader_that_ends_earlier_has_advice_of_its_own(end):
 
 def test_values_are_shown_where_forms_are_equal():
     """Of batches with other shapes the shapes are the difference."""
-    rows = {0: row("t", "x (2,)", "1, 2", 0xAB), 1: row("t", "x (2,)", "1, 3", 0xCD)}
+    call = 5 << 26  # the bits of the call, which are equal, are not shown
+    checks = {0: call | 0xAB, 1: call | 0xCD}
+    rows = {rank: row("t", "x (2,)", f"1, {2 + rank}", check) for rank, check in checks.items()}
     assert message_of(3, rows, {0: "step 1", 1: "step 1"}) == (
         "the ranks have different batches in call 3 of this Pipeline:\n"
         "  t with x (2,), values 1, 2 (checksum ab) on rank 0\n"
@@ -317,6 +320,15 @@ def test_all_ranks_refuse_a_first_batch_that_differs_on_one_of_them():
         messages = compared(same, same, other)
         assert len(set(messages)) == 1
         assert words in messages[0]
+
+
+def test_a_rank_that_has_read_a_part_of_a_first_batch_differs_from_no_whole_one():
+    """Its numbers have no checksum; the order of the samples is compared."""
+    whole = BatchPart(X, range(8), 8, 7), Y, {}
+    part = BatchPart(X[:4], range(4), 8, 7), Y, {}
+    assert compared(whole, part) == [["waits for the other ranks at train_batch"]] * 2
+    other = BatchPart(X[:4], range(4), 8, 9), Y, {}
+    assert all("samples in order 00000009" in message for message in compared(whole, other))
 
 
 def test_a_rank_that_does_not_call_is_named_at_the_deadline_and_to_the_others():

@@ -168,6 +168,16 @@ def test_a_call_that_one_rank_alone_has_made_is_named(monkeypatch):
     assert "load_state_dict" in one._board.failed
 
 
+def test_a_batch_that_one_rank_has_not_read_differs_from_no_other():
+    """A rank on a device reads some batches only; the other one may have read them all."""
+    one, other = two_ranks()
+    batch, unread = begun(one, X, Y), begun(other, X + 1, Y)
+    batch.checksum()
+    assert one.difference(one._board.other_calls()) is None
+    unread.checksum()
+    assert "different batches in call 1" in one.difference(one._board.other_calls())
+
+
 def test_the_end_of_a_loader_on_one_rank_is_found_by_the_rank_that_waits():
     """It would wait until the deadline for a batch that does not come."""
     one, other = two_ranks()
@@ -235,6 +245,9 @@ def test_a_distributed_sampler_is_refused_at_once(wrapped):
         SettingError, match="DistributedSampler gives every rank another one of 2 parts"
     ):
         calls.check_loader(DataLoader(data, **batches))
+    balanced = type("Balanced", (DistributedSampler,), {})(data, num_replicas=2, rank=0)
+    with pytest.raises(SettingError, match="Balanced gives every rank another one of 2 parts"):
+        calls.check_loader(DataLoader(data, sampler=balanced))
     calls.check_loader(DataLoader(data, shuffle=True))
     calls.check_loader([(X, Y)])
     calls.check_loader(DataLoader(data, sampler=DistributedSampler(data, num_replicas=1, rank=0)))

@@ -227,8 +227,7 @@ def test_asynchronous_stages_may_share_only_what_is_not_trained():
 def test_live_tensors_are_found_by_their_first_names_in_the_first_layer_that_has_them():
     """Buffers too; a tensor under two names has the first one."""
     first, second = nn.Linear(2, 2), nn.BatchNorm1d(2)
-    third = nn.Linear(2, 2)
-    third.weight = first.weight
+    third = nn.Linear(2, 2)  # of another stage, which has a copy of the weight
     traced = SimpleNamespace(first_name=lambda name: {"2.weight": "0.weight"}.get(name, name))
     tensors = tensors_of(traced, [("0", first), ("1", second), ("2", third)])
     assert tensors["0.weight"] is first.weight
