@@ -244,6 +244,27 @@ def test_a_server_that_has_threads_or_whose_launcher_has_ended_serves_no_other(s
     assert "imports" not in [name for name, *_ in starting.log]
 
 
+@pytest.mark.parametrize("size", [40, 400])
+def test_command_and_environment_are_written_where_the_kernel_reads_them(monkeypatch, size):
+    """Variables of the rank come first, in case there is no room for all; the last byte is a NUL."""
+    fields = [str(number) for number in range(60)]
+    fields[45:49] = ["1000", "1200", "2000", str(2000 + size)]
+    stat = "4242 (a) b) " + " ".join(fields)
+    writes = []
+    monkeypatch.setattr(fork_server, "Path", lambda _: SimpleNamespace(read_text=lambda: stat))
+    library = SimpleNamespace(memmove=lambda *given: writes.append(given))
+    monkeypatch.setattr(fork_server, "ctypes", library)
+    monkeypatch.setattr(fork_server, "rank_command", lambda: ["python", "-m", "rank"])
+    environment = {"HOME": "h" * 30, "MASTER_ADDR": "here", "RANK": "3", "WORLD_SIZE": "4"}
+    fork_server._show_as_program({"environment": environment})
+    command, variables = writes
+    assert command == (1000, b"python\0-m\0rank".ljust(200, b"\0"), 200)
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "HOME")
+    text = "\0".join(f"{name}={environment[name]}" for name in names).encode()
+    assert variables == (2000, text[: size - 1].ljust(size, b"\0"), size)
+    assert variables[1].endswith(b"\0")
+
+
 @pytest.mark.parametrize("bad_fork", [False, True])
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_a_rank_takes_over_output_environment_folder_and_path(monkeypatch, bad_fork, unbuffered):

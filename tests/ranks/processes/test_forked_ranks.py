@@ -188,6 +188,50 @@ def test_a_server_that_still_imports_is_killed_when_it_is_closed():
     other_end.close()
 
 
+@pytest.mark.parametrize(
+    ("message", "can_fork"), [(b"ready", True), (b"threaded", False), (None, False)]
+)
+def test_only_a_server_that_is_ready_forks(message, can_fork):
+    """One with threads cannot, nor one that has ended before it answered."""
+    server = object.__new__(_Server)
+    server._control, other_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    server._ready = False
+    if message is not None:
+        other_end.send(message)
+    other_end.close()
+    assert server.answer() is can_fork
+    server._control.close()
+
+
+def test_a_server_of_another_process_is_left_to_its_owner():
+    """A fork of the launcher has its connection alone."""
+    server = object.__new__(_Server)
+    server.owner, server._ready, server._process = -1, False, None
+    server._control, other_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with other_end:
+        server.close()
+        assert other_end.recv(1) == b""
+
+
+def test_a_server_starts_without_threads_and_finds_the_modules_of_its_owner(monkeypatch):
+    """Libraries start threads at import; its output is nobody's."""
+    started = []
+    monkeypatch.setenv("OMP_NUM_THREADS", "8")
+    monkeypatch.setattr(forked_ranks, "search_path", lambda: ["/a", "/b"])
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda command, **more: started.append((command, more))
+    )
+    server = _Server("inherited")
+    ((command, more),) = started
+    assert command[:-2] == [sys.executable, "-P", "-m", "penstock.ranks.processes.fork_server"]
+    assert command[-2:] == [str(more["pass_fds"][0]), str(os.getpid())]
+    environment = {**os.environ, "PYTHONPATH": "/a:/b", "OMP_NUM_THREADS": "1"}
+    assert more["env"] == environment
+    assert {more[name] for name in ("stdin", "stdout", "stderr")} == {subprocess.DEVNULL}
+    assert (server.inherited, server.owner) == ("inherited", os.getpid())
+    server._control.close()
+
+
 BAD_FORK = """
 from pathlib import Path
 
@@ -339,21 +383,6 @@ def test_an_interrupt_while_a_server_starts_ends_that_server(servers, tmp_path):
             fork_server.start(REQUEST, tmp_path)
     assert servers.started[0].closed
     assert fork_server.start(REQUEST, tmp_path) == "one"
-
-
-def test_what_a_rank_inherits_is_the_environment_without_what_names_a_test(monkeypatch):
-    """And the limits, cores and priority of the process."""
-    before = forked_ranks._inherited_state()
-    for name in ("PYTEST_CURRENT_TEST", "_", "TORCHINDUCTOR_CACHE_DIR"):
-        monkeypatch.setenv(name, "other")
-    assert forked_ranks._inherited_state() == before
-    monkeypatch.setenv("PENSTOCK_TEST", "other")
-    environment, *others = forked_ranks._inherited_state()
-    assert environment["PENSTOCK_TEST"] == "other"
-    assert others == list(before[1:])
-    monkeypatch.setattr(os, "getpriority", lambda *_: 7)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3})
-    assert forked_ranks._inherited_state()[2:] == ({3}, 7)
 
 
 def test_the_exit_status_of_a_forked_rank_is_read_once_from_its_pipe():

@@ -294,6 +294,21 @@ def test_ranks_that_run_are_ended_where_another_cannot_be_started(monkeypatch):
     assert running.log == ["terminate", "limited wait"]
 
 
+def test_ctrl_c_ends_all_ranks_at_once(monkeypatch):
+    """At SIGTERM they could save first, for which the user does not wait."""
+    running = [Running(), Running()]
+    monkeypatch.setattr(
+        module, "start_rank", lambda environment, *_: running[int(environment["RANK"])]
+    )
+
+    def interrupt(processes):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        module.launch(print, 2, on_start=interrupt)
+    assert [process.log for process in running] == [["kill"]] * 2
+
+
 @pytest.mark.parametrize(
     ("cores", "ranks", "threads", "expected"), [(8, 3, None, 2), (2, 4, None, 1), (8, 2, 3, 3)]
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -66,3 +67,10 @@ def test_a_handler_of_the_program_stays():
         assert (seen, process.signals) == ([signal.SIGTERM], [])
     finally:
         signal.signal(signal.SIGTERM, previous)
+
+
+def test_a_thread_other_than_the_main_one_waits_without_a_handler():
+    """Python has none there: a launch in a notebook's thread works, and SIGTERM ends the process."""
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(wait, Process()).result() is None
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
