@@ -31,7 +31,7 @@ class Collectives:
         self.waited.append(transfer[0])
         source, tensor = transfer
         sent = self.sent[source][-1]
-        assert tensor.shape == sent.shape
+        assert (tensor.shape, tensor.dtype) == (sent.shape, sent.dtype)
         tensor.copy_(sent)
 
 
@@ -50,7 +50,7 @@ def world_of(rank, sent, arrivals):
     return world
 
 
-def batch_of(step, losses, factors=None, check=0):
+def batch_of(step, losses, factors=None, check=0, *, training=True):
     """A batch with the losses of some micro-batches."""
     count = 4
     return Batch(
@@ -59,7 +59,7 @@ def batch_of(step, losses, factors=None, check=0):
         None,
         [0.25] * count,
         "",
-        training=True,
+        training=training,
         losses={number: torch.tensor(value) for number, value in losses.items()},
         loss_factors=factors or {},
         check=check,
@@ -121,6 +121,18 @@ def test_checksums_are_compared_two_batches_later_and_the_rest_at_the_end():
     losses.verify()
     assert world.verified == [(1, 50.0, 0, 10), (1, 51.0, 1, 11), (1, 52.0, 2, 12)]
     assert world.told == []
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_difference_is_of_a_training_batch_or_of_another_one(training):
+    """After a training batch the weights have been updated with it, which the message says."""
+    world = world_of(0, {1: [torch.tensor([1.0], dtype=torch.float64)]}, [[50.0]])
+    kinds = []
+    world.calls.verify = lambda source, value, batch: kinds.append(batch.training)
+    losses = DeviceLosses(world, world.collectives)
+    losses.mean(batch_of(0, {}, training=training), {1: [0, 1, 2, 3]})
+    losses.verify()
+    assert kinds == [training]
 
 
 def test_a_source_tells_its_checksum_and_compares_only_those_of_others():

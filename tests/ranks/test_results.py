@@ -227,6 +227,22 @@ def test_forgotten_batches_of_a_stream_are_neither_sent_nor_awaited():
     assert not losses._expected
 
 
+@pytest.mark.parametrize("name", ["pipedream", "hetpipe"])
+def test_a_process_that_has_all_ranks_of_a_stream_exchanges_nothing(name):
+    """Its losses are there, whichever ranks have computed them."""
+    schedule = ps.schedule(name, 2, 2)
+    world = World(0, schedule.ranks, {})
+    world.local_ranks = list(range(schedule.ranks))
+    world.hear = world.tell = None
+    losses = StreamLosses(world, schedule)
+    for index in range(3):
+        batch = batch_of(2, 2, range(2), step=index)
+        losses.expect(index, batch)
+        losses.tell(batch)
+        assert torch.equal(losses.mean(batch), sum_of_local(batch))
+    assert world.compared == []
+
+
 def test_losses_of_this_process_are_summed_in_the_order_of_micro_batches():
     """Ops may end in another order, and sums of floats depend on it."""
     batch = batch_of(4, 4, [2, 0, 3, 1])
