@@ -15,13 +15,13 @@ from penstock.ranks.buckets import Packed, flat, gradient_flags, unflat
 def tensors(seed):
     """Return tensors of random shapes and dtypes, some of them views with gaps."""
     rng = random.Random(seed)
-    made = []
+    views = []
     for number in range(rng.randrange(1, 12)):
         dtype = rng.choice([torch.float32, torch.float64, torch.bfloat16])
         rows, columns = rng.randrange(0, 5), rng.randrange(1, 5)
         tensor = torch.full((rows, columns + 1), float(number), dtype=dtype)
-        made.append(tensor[:, :columns] if rng.random() < 0.5 else tensor.t())
-    return made
+        views.append(tensor[:, :columns] if rng.random() < 0.5 else tensor.t())
+    return views
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -154,14 +154,14 @@ def test_only_worlds_with_collectives_exchange_losses_on_devices():
 
 def test_batches_of_a_stream_have_the_ranks_of_their_place_in_the_period(monkeypatch):
     """By rank in ascending order; each is asked for once."""
-    made = schedule("pipedream", 2, 1)
+    stream_schedule = schedule("pipedream", 2, 1)
     asked = []
     losses = SimpleNamespace(
         mean=lambda batch, numbers_of: asked.append((batch.step, numbers_of)) or "mean",
         verify=lambda: asked.append("verify"),
     )
-    stream = DeviceStreamLosses(losses, made)
-    assert stream._period == made.batches
+    stream = DeviceStreamLosses(losses, stream_schedule)
+    assert stream._period == stream_schedule.batches
     stream._last_ranks, stream._period = ["even", "odd"], 2
     batches = [batch_of(step, {}) for step in (10, 11)]
     numbers = []

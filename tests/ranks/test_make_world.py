@@ -20,9 +20,11 @@ from penstock.schedule.replicas import pipelines
 from penstock.weights.catalogue import weight_rule
 
 
-def config(made, **facts):
+def config(case_schedule, **facts):
     """A configuration of a schedule."""
-    return RunConfig((1,) * made.stages, made, "never", weight_rule("flush"), **facts)
+    return RunConfig(
+        (1,) * case_schedule.stages, case_schedule, "never", weight_rule("flush"), **facts
+    )
 
 
 def test_a_place_has_the_device_of_the_caller_or_none(monkeypatch):
@@ -93,11 +95,11 @@ def test_threads_have_one_device_of_this_process(parts):
 
 def test_processes_have_links_in_both_directions_and_between_copies(parts):
     """And between the ranks that hold one weight; a group of processes is taken as it is."""
-    made = pipelines(schedule("1f1b", 2, 2), 2, 4)
+    case_schedule = pipelines(schedule("1f1b", 2, 2), 2, 4)
     parts.ranks, parts.shared = 4, [SimpleNamespace(links={Link(0, 3)})]
     place = Place(None, None, 5.0)
     kind, device, deadline_s, links, sync_links, replicas, group = world_of(
-        config(made), "model", place
+        config(case_schedule), "model", place
     )
     assert (kind, device, deadline_s, group) == ("processes", None, 5.0, None)
     chain = {(0, 1), (2, 3)}
@@ -107,16 +109,18 @@ def test_processes_have_links_in_both_directions_and_between_copies(parts):
     assert replicas == {0: (0, 2), 1: (1, 3)}
     assert parts.joined == [5.0]
     group = SimpleNamespace(size=4, rank=3)
-    assert world_of(config(made), "model", place, group)[-1] is group
+    assert world_of(config(case_schedule), "model", place, group)[-1] is group
     assert parts.joined == [5.0]
     assert [rank for _, rank in parts.idle] == [0, 3]
 
 
 def test_three_copies_of_one_stage_have_links_between_any_two(parts):
     """A stage with one copy has none."""
-    made = pipelines(schedule("1f1b", 1, 2), 3, 6)
+    case_schedule = pipelines(schedule("1f1b", 1, 2), 3, 6)
     parts.ranks = 3
-    _, _, _, links, sync_links, replicas, _ = world_of(config(made), "m", Place(None, None, 5.0))
+    _, _, _, links, sync_links, replicas, _ = world_of(
+        config(case_schedule), "m", Place(None, None, 5.0)
+    )
     assert links == set()
     assert {tuple(link) for link in sync_links} == set(itertools.permutations(range(3), 2))
     assert replicas == {0: (0, 1, 2)}
@@ -149,24 +153,24 @@ def test_another_dimension_of_a_mesh_is_refused_with_both_numbers(parts, stages)
     """By the ranks of one copy, whether the mesh has fewer or more of them."""
     parts.ranks = 2 * stages
     mesh = SimpleNamespace(stages=stages, copies=2)
-    made = pipelines(schedule("1f1b", 2, 2), 2, 4)
+    case_schedule = pipelines(schedule("1f1b", 2, 2), 2, 4)
     text = (
         f"the schedule is for 2 ranks, and the dimension 'pp' of the mesh has {stages}: make a "
         f"mesh with 2 there, or plan for {stages}$"
     )
     with pytest.raises(PlanError, match=text):
-        world_of(config(made), None, Place(None, None, 5.0, mesh))
+        world_of(config(case_schedule), None, Place(None, None, 5.0, mesh))
 
 
 def test_a_plan_for_other_hosts_or_devices_is_refused_with_their_names(parts):
     """Hosts are named once each, in the plan's order."""
-    made = schedule("1f1b", 2, 2)
+    case_schedule = schedule("1f1b", 2, 2)
     hosts = (("b", "fast"), ("a", "slow"), ("b", "fast"))
     with pytest.raises(
         PlanError, match=r"other hosts than those of this run \(hosts b, a\): start"
     ):
-        world_of(config(made, cluster_devices=hosts), None, Place(None, None, 5.0))
-    setting = config(made, devices=(0, 2), cluster_ranks=3, cluster_devices=hosts)
+        world_of(config(case_schedule, cluster_devices=hosts), None, Place(None, None, 5.0))
+    setting = config(case_schedule, devices=(0, 2), cluster_ranks=3, cluster_devices=hosts)
     with pytest.raises(PlanError) as raised:
         world_of(setting, None, Place(None, None, 5.0))
     text = str(raised.value)

@@ -18,12 +18,12 @@ def attempt(store, ranks):
     """Let all ranks of an attempt find each other; return what each reads of another's key."""
 
     def rank(number):
-        own = separate_attempts(store, number, ranks, timeout_s=30.0)
-        assert own.num_keys() >= 0
-        seen = own.check(["address"])
+        attempt_store_of_rank = separate_attempts(store, number, ranks, timeout_s=30.0)
+        assert attempt_store_of_rank.num_keys() >= 0
+        has_address = attempt_store_of_rank.check(["address"])
         if number == 0:
-            own.set("address", "here")
-        return seen
+            attempt_store_of_rank.set("address", "here")
+        return has_address
 
     with ThreadPoolExecutor(ranks) as pool:
         return list(pool.map(rank, range(ranks)))
@@ -34,8 +34,8 @@ def test_every_attempt_has_keys_of_its_own_though_greetings_of_earlier_ones_are_
     store = HashStore()
     store.set("greeting/1", "of a rank that has ended")
     for ranks in (3, 2, 4, 1, 3):
-        seen = attempt(store, ranks)
-        assert seen[0] is False, "an address of an earlier attempt"
+        has_address = attempt(store, ranks)
+        assert has_address[0] is False, "an address of an earlier attempt"
 
 
 def test_a_rank_that_does_not_come_is_named():

@@ -215,7 +215,7 @@ def test_receives_of_unknown_shape_are_posted_in_the_order_of_their_channel(work
     known = transport.post(0, messages["b"], "s")
     update = transport.post(0, messages["u"], "s")
     other = transport.post(2, messages["b"], "s")
-    assert [each.posted for each in (first, known, update, other)] == [None] * 4
+    assert [arrival.posted for arrival in (first, known, update, other)] == [None] * 4
     assert transport._unposted == [first, known, update, other]
     announce(transport, 0, messages["u"], torch.ones(3), "s")
     update.wait()

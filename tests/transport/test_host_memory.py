@@ -16,7 +16,7 @@ from penstock.transport.host_memory import disable_memory_trimming, trim_memory
 PROGRAM = """
 import resource, sys
 from penstock.transport.host_memory import disable_memory_trimming
-kept = disable_memory_trimming() if "keep" in sys.argv else False
+disabled = disable_memory_trimming() if "keep" in sys.argv else False
 import torch
 def turn():
     parts = [torch.ones(2**20) for _ in range(16)]
@@ -24,7 +24,7 @@ turn()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 for _ in range(10):
     turn()
-print(kept, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+print(disabled, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 

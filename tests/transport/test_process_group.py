@@ -362,13 +362,13 @@ def test_ranks_of_launch_wait_for_each_other_in_its_store(monkeypatch, clock):
 
 def test_a_loss_that_the_heartbeats_find_ends_the_waits_of_gloo(alone):
     """Groups of NCCL have an abort of their own; a single rank has no heartbeats."""
-    made, closed = [], []
-    watch = SimpleNamespace(on_loss=made.append)
-    alone.setattr(process_group, "Heartbeats", lambda *given: made.append(given) or watch)
+    calls, closed = [], []
+    watch = SimpleNamespace(on_loss=calls.append)
+    alone.setattr(process_group, "Heartbeats", lambda *given: calls.append(given) or watch)
     process_group._start_heartbeats("store", 0, 1, 9.0)
-    assert made == process_group._HEARTBEATS == []
+    assert calls == process_group._HEARTBEATS == []
     process_group._start_heartbeats("store", 0, 2, 9.0)
-    assert made == [("store", 0, 2, 9.0), process_group._abort_groups]
+    assert calls == [("store", 0, 2, 9.0), process_group._abort_groups]
     assert [watch] == process_group._HEARTBEATS
     backends = {"a": "cpu:gloo,cuda:nccl", "b": "cuda:nccl", "c": "gloo"}
     world = SimpleNamespace(pg_map=backends)
@@ -376,7 +376,7 @@ def test_a_loss_that_the_heartbeats_find_ends_the_waits_of_gloo(alone):
     alone.setattr(process_group.dist, "get_backend_config", backends.get)
     alone.setattr(process_group.dist, "get_rank", lambda: 5)
     alone.setattr(process_group, "close_gloo_group", lambda *given: closed.append(given))
-    made[-1]()
+    calls[-1]()
     assert closed == [("a", 5), ("c", 5)]
 
 

@@ -206,9 +206,9 @@ def test_batches_are_joined_where_there_are_copies_or_processes_that_share_layer
     world, setting = SimpleNamespace(), SimpleNamespace(schedule="schedule")
     for variants in (None, "variants"):
         traced = SimpleNamespace(variants=variants)
-        found = CopyBatches.of(mesh, world, setting, traced, compares=True)
-        assert (found is None) is (copies * width == 1)
-        if found is not None:
+        copy_batches = CopyBatches.of(mesh, world, setting, traced, compares=True)
+        assert (copy_batches is None) is (copies * width == 1)
+        if copy_batches is not None:
             assert given.pop() == (mesh, world, "schedule", variants is not None, True)
         assert CopyBatches.of(None, world, setting, traced, compares=True) is None
 

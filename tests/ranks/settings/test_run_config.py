@@ -57,12 +57,12 @@ def test_schedule_and_weight_rule_follow_from_each_other(traced):
 
 def test_a_schedule_of_the_caller_stays_and_micro_batches_must_be_its_own(traced):
     """Both numbers are in the message."""
-    made = schedule("gpipe", 2, 4)
-    assert config(traced, schedule=made).schedule is made
-    assert config(traced, schedule=made, micro_batches=4).schedule is made
+    case_schedule = schedule("gpipe", 2, 4)
+    assert config(traced, schedule=case_schedule).schedule is case_schedule
+    assert config(traced, schedule=case_schedule, micro_batches=4).schedule is case_schedule
     text = "the schedule has 4 micro-batches, which differs from micro_batches=3"
     with pytest.raises(SettingError, match=text):
-        config(traced, schedule=made, micro_batches=3)
+        config(traced, schedule=case_schedule, micro_batches=3)
 
 
 def test_layers_to_recompute_are_names_or_numbers(traced):
@@ -88,12 +88,12 @@ def test_layers_to_recompute_are_names_or_numbers(traced):
 
 def plan_of(devices, ranks=3, cluster_ranks=5):
     """The parts of a plan that are read; program, time and memory of each rank differ."""
-    made = schedule("1f1b", ranks, 4)
+    case_schedule = schedule("1f1b", ranks, 4)
     return SimpleNamespace(
         check_fits=lambda *given: None,
         lengths=[1] * ranks,
         ranks=ranks,
-        schedule=made,
+        schedule=case_schedule,
         recompute=Recompute.NEVER,
         rule=weight_rule("flush"),
         weights_options={"a": 1.0},

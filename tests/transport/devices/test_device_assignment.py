@@ -208,14 +208,14 @@ def random_ranks(choose):
         }
         values["SLURM_PROCID"] = str(choose.choice([rank, rank, 0]))
         values["CUDA_VISIBLE_DEVICES"] = choose.choice(["", "0,1", "1,0"])
-        kept = {name: value for name, value in values.items() if choose.random() < 0.5}
+        environment = {name: value for name, value in values.items() if choose.random() < 0.5}
         if choose.random() < 0.03:
-            kept["LOCAL_RANK"] = choose.choice(["-1", "first", "", "²"])
+            environment["LOCAL_RANK"] = choose.choice(["-1", "first", "", "²"])
         ranks.append(
             RankFacts(
                 hostname=choose.choice([host, "worker"]),
                 host=choose.choice([host, host, ""]),
-                environment=tuple(kept.items()),
+                environment=tuple(environment.items()),
                 accelerator=kind if cards else "",
                 cards=cards,
                 requested=choose.choice(requests),

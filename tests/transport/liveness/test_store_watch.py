@@ -83,8 +83,8 @@ def clock(monkeypatch):
 @pytest.mark.parametrize("local_rank", ["0", "1", None])
 def test_silence_counts_from_the_last_answer_of_the_host(monkeypatch, clock, local_rank):
     """Refusals are answers. One rank of a host says for whom it waits."""
-    told = []
-    progress = SimpleNamespace(look=lambda ranks: told.append(list(ranks)))
+    reports = []
+    progress = SimpleNamespace(look=lambda ranks: reports.append(list(ranks)))
     monkeypatch.setattr(store_watch, "JoinProgress", lambda limit_s: progress)
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     if local_rank is not None:
@@ -99,7 +99,7 @@ def test_silence_counts_from_the_last_answer_of_the_host(monkeypatch, clock, loc
         wait_for_store("10.0.0.9", 29500, timeout_s=300.0)
     assert clock.now_s == pytest.approx(114.9)
     assert clock.looks == [[0]] * 30
-    assert told == ([] if local_rank == "1" else [[0]] * 30)
+    assert reports == ([] if local_rank == "1" else [[0]] * 30)
 
 
 @pytest.mark.parametrize(
