@@ -81,3 +81,14 @@ def test_the_legend_has_the_colours_of_the_boxes_on_a_dark_page_too(timeline):
     colours = f"light-dark({FILLS[Kind.U][0]},{FILLS_ON_DARK[Kind.U]})"
     assert legend.count("light-dark(") == legend.count(colours) == 1
     assert all(len(set(FILLS[kind])) == 1 for kind in FILLS_ON_DARK), "one colour for both shades"
+
+
+def test_the_legend_explains_the_arrows_that_are_drawn(timeline):
+    """Arrows have a colour for activations and one for gradients; without transfers that take time,
+    and above the limit, there are none.
+    """
+    sent = simulate_schedule(schedule("1f1b", 4, 8), Costs(transfer=0.5))
+    names = ("activation sent", "gradient sent")
+    assert all(name in viewer_legend([timeline, sent]) for name in names)
+    assert not any(name in viewer_legend([timeline]) for name in names)
+    assert not any(name in viewer_legend([sent], max_ops=1) for name in names)

@@ -15,7 +15,7 @@ from penstock.draw.facts import KIND_NAMES, clean, heading, kinds_in, summary_it
 from penstock.draw.lanes import ARROW_CLASSES, draw_lanes
 from penstock.draw.page import LABEL, SMALL, TITLE, Page
 from penstock.draw.stage_order import number_text
-from penstock.draw.transfers import timed_transfers, transfer_direction
+from penstock.draw.transfers import TRANSFER_NAMES, transfer_directions
 from penstock.event import Timeline
 from penstock.schedule.op import Kind
 
@@ -96,19 +96,12 @@ def _kind_entries(panels: Sequence[Timeline], two_shades: bool) -> list[tuple[st
 
 def _transfer_entries(panels: Sequence[Timeline]) -> list[tuple[str, str]]:
     """Return the legend's entries of the directions in which transfers take time."""
-    directions = set()
-    for panel in panels:
-        directions |= {transfer_direction(event) for event in timed_transfers(panel)}
     entries = []
-    for direction, name in (
-        ("on", "activation sent"),
-        ("back", "gradient sent"),
-        ("pass", "activations handed over"),
-    ):
-        if direction in directions:
-            classes = ARROW_CLASSES[direction]
-            marker = f'marker-end="url(#penstock-{direction})"'
-            entries.append((f'<path class="{classes}" d="M0 6H17" {marker}/>', name))
+    for direction in transfer_directions(panels):
+        classes = ARROW_CLASSES[direction]
+        marker = f'marker-end="url(#penstock-{direction})"'
+        sign = f'<path class="{classes}" d="M0 6H17" {marker}/>'
+        entries.append((sign, TRANSFER_NAMES[direction]))
     return entries
 
 

@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from penstock.event import Event, Timeline
 from penstock.schedule.op import ACTIVATION_MOVES, Kind
+
+#: What a transfer of each direction carries, for legends.
+TRANSFER_NAMES = {
+    "on": "activation sent",
+    "back": "gradient sent",
+    "pass": "activations handed over",
+}
 
 
 def timed_transfers(panel: Timeline) -> list[Event]:
@@ -22,3 +31,9 @@ def transfer_direction(event: Event) -> str:
     if event.op.kind in ACTIVATION_MOVES:
         return "pass"
     return "on" if event.op.kind is Kind.F else "back"
+
+
+def transfer_directions(panels: Sequence[Timeline]) -> list[str]:
+    """Return the directions of the drawn transfers of some timelines, in the order of legends."""
+    directions = {transfer_direction(event) for panel in panels for event in timed_transfers(panel)}
+    return [direction for direction in TRANSFER_NAMES if direction in directions]

@@ -30,7 +30,12 @@ from penstock.draw.pairs import events_by_rank, pair_halves
 from penstock.draw.palette import FILLS, FILLS_ON_DARK, number_colours
 from penstock.draw.scale import Clock, axis_seconds
 from penstock.draw.stage_order import StageOrder, number_text
-from penstock.draw.transfers import timed_transfers, transfer_direction
+from penstock.draw.transfers import (
+    TRANSFER_NAMES,
+    timed_transfers,
+    transfer_direction,
+    transfer_directions,
+)
 from penstock.draw.waits import critical_path, dependencies_of_timeline, waits
 from penstock.event import Event, MemoryCurve, Timeline
 from penstock.idle import IdleCause
@@ -153,6 +158,8 @@ def viewer_legend(panels: Sequence[Timeline], max_ops: int = MAX_VIEWER_OPS) -> 
     if any(panel.memory for panel in panels):
         sign = _colour_sign("var(--held);border-bottom:1px solid var(--edge)")
         entries.append((sign, "memory, its peak before it"))
+    for direction in transfer_directions(panels) if boxed else ():
+        entries.append((f'<i class="arrow {direction}"></i>', TRANSFER_NAMES[direction]))
     entries += [("", meaning) for meaning in meanings]
     if boxed:
         entries.append(("", number_text(panels)))
