@@ -8,7 +8,7 @@ import pytest
 
 from penstock.errors import FileError
 from penstock.files.read import read_json
-from penstock.store import to_json, write_json
+from penstock.store import check_writable, to_json, write_json
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,8 @@ def test_writing_replaces_the_old_file(tmp_path):
 def test_a_folder_that_is_not_there_is_refused_with_the_path(tmp_path):
     """The user chose the path; the message repeats it."""
     with pytest.raises(
-        FileError, match=r"cannot write .*nowhere/thing\.json: No such file or directory"
+        FileError,
+        match=r"cannot write .*nowhere/thing\.json: the folder .*nowhere does not exist; create it first",
     ):
         write_json(tmp_path / "nowhere" / "thing.json", THING)
 
@@ -143,3 +144,23 @@ def test_a_whole_number_is_taken_where_a_float_is_meant(tmp_path):
     assert read(
         tmp_path, '{"name": "a", "count": 1, "schema": 3, "parts": [{"seconds": [2]}]}'
     ).parts[0].seconds == (2.0,)
+
+
+def test_a_path_is_checked_before_the_work_whose_result_it_holds(tmp_path):
+    """A measurement of minutes is lost if its file cannot be written. The check leaves no file, and
+    keeps the old one.
+    """
+    path = tmp_path / "thing.json"
+    check_writable(path)
+    assert list(tmp_path.iterdir()) == []
+    write_json(path, THING)
+    check_writable(path)
+    assert read_json(path, Thing, 3) == THING
+    for wrong, reason in (
+        (tmp_path, "Is a directory"),
+        (path / "inner.json", "Not a directory"),
+        (tmp_path / "nowhere" / "a.json", "the folder .* does not exist; create it first"),
+        ("a\0b", "null"),
+    ):
+        with pytest.raises(FileError, match=f"cannot write .*{reason}"):
+            check_writable(wrong)

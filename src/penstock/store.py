@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -51,8 +52,38 @@ def write_text(path: str | Path, text: str, *, durable: bool = False) -> None:
         if durable:
             sync_folder(target.parent)
     except (OSError, ValueError) as error:  # ValueError: the name is empty
-        reason = getattr(error, "strerror", None) or error
-        raise FileError(f"cannot write {target}: {reason}") from error
+        raise write_error(target, error) from error
+
+
+def check_writable(path: str | Path) -> None:
+    """Check that `write_text` can write to `path`, before the work whose result it is to hold.
+
+    Raises:
+        FileError: the path is a folder, or no file can be made beside it.
+    """
+    target = Path(path)
+    try:
+        if target.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        partial = target.with_name(target.name + ".partial")
+        partial.touch()
+        partial.unlink(missing_ok=True)  # another rank may have removed it
+    except (OSError, ValueError) as error:
+        raise write_error(target, error) from error
+
+
+def write_error(path: Path, error: Exception, kind: str = "") -> FileError:
+    """Return the error to raise where a file cannot be written, with the reason.
+
+    Args:
+        path: the file.
+        error: what the write raised.
+        kind: what the file is, for the message.
+    """
+    reason = getattr(error, "strerror", None) or str(error)
+    if isinstance(error, FileNotFoundError) and not path.parent.exists():
+        reason = f"the folder {path.parent} does not exist; create it first"
+    return FileError(f"cannot write {f'the {kind} ' if kind else ''}{path}: {reason}")
 
 
 def sync_file(path: Path) -> None:

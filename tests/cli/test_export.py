@@ -58,11 +58,12 @@ def test_export_proves_a_schedule_before_it_writes(penstock, tmp_path):
 
 
 def test_export_says_where_it_cannot_write(penstock, tmp_path):
-    """The work failed, not the words."""
+    """The path is one of the words, and every command exits with status 2 for it."""
     ran = penstock("export", *SMALL, "--to", tmp_path / "missing" / "schedule.csv")
-    assert ran.status == 1
+    assert ran.status == 2
     assert "cannot write" in ran.err
-    assert "No such file or directory" in ran.err
+    assert "the folder" in ran.err
+    assert "does not exist; create it first" in ran.err
 
 
 def test_the_help_of_export_has_an_example(penstock):

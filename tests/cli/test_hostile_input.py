@@ -53,6 +53,32 @@ def test_a_hostile_file_is_refused_with_one_line(penstock, tmp_path, kind, conte
     assert ran.out == ""
 
 
+SMALL = ("--schedule", "gpipe", "--stages", 2, "--micro-batches", 2)
+
+
+@pytest.mark.parametrize("place", ["file/x", "missing/x", "folder"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("draw", *SMALL, "--out", "{path}.svg"),
+        ("export", *SMALL, "--to", "{path}.svg"),
+        ("plan", "no-profile.json", "--out", "{path}.svg"),
+        ("profile", "--model", "no_module:factory", "--out", "{path}.svg"),
+        ("profile", "--cluster", "local:1", "--out", "{path}.svg"),
+    ],
+    ids=lambda words: words[0],
+)
+def test_a_path_that_cannot_be_written_is_refused_with_one_line(penstock, tmp_path, words, place):
+    """The path is one of the words: status 2, before anything is measured."""
+    (tmp_path / "file").touch()
+    (tmp_path / "folder.svg").mkdir()
+    ran = penstock(*(str(word).format(path=tmp_path / place) for word in words))
+    assert ran.status == 2, ran
+    assert len(ran.err.splitlines()) == 1
+    assert ran.err.startswith("error: cannot write ")
+    assert ran.out == ""
+
+
 @pytest.mark.parametrize("place", ["pipe", "folder", "sparse", "/dev/zero", "missing"])
 def test_what_stands_in_the_place_of_a_file_is_refused(penstock, tmp_path, place):
     """None of these ends, or has anything to read."""

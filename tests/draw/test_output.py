@@ -88,6 +88,9 @@ def test_a_path_that_cannot_be_written_leaves_nothing_behind(tmp_path):
     assert names(tmp_path) == ["a.svg"]
     with pytest.raises(FileError, match="cannot write the drawing"):
         draw(MADE, f"{tmp_path}/a\0.svg")
+    (tmp_path / "file").touch()
+    with pytest.raises(FileError, match=r"cannot write the drawing .*b\.svg: Not a directory"):
+        draw(MADE, tmp_path / "file" / "b.svg")
 
 
 def test_an_old_drawing_is_replaced_through_its_link(tmp_path):

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from penstock.errors import PlanError, RunError, SettingError, UnknownName
+from penstock.errors import FileError, PlanError, SettingError, UnknownName
 from penstock.export.catalogue import EXPORTERS, export, exported
 from penstock.schedule.catalogue import schedule
 from penstock.schedule.torch_csv.files import from_csv, to_csv
@@ -128,5 +128,5 @@ def test_a_form_of_two_files_is_written_to_a_folder_or_to_one_file(plan_of, tmp_
         == (tmp_path / "balance.txt").read_text()
         == "[4, 4, 4, 3]"
     )
-    with pytest.raises(RunError, match=r"cannot write .*missing"):
+    with pytest.raises(FileError, match=r"cannot write .*missing"):
         export(made, "torchgpipe", tmp_path / "missing" / "balance.txt")

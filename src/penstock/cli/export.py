@@ -9,7 +9,8 @@ import typer
 
 from penstock.cli.flags import options
 from penstock.cli.flags.options import CsvFile, MicroBatches, ScheduleName, ScheduleOption, Stages
-from penstock.errors import RunError, SettingError
+from penstock.errors import SettingError
+from penstock.store import write_error
 
 if TYPE_CHECKING:
     from penstock.schedule.op import Schedule
@@ -80,7 +81,7 @@ def _export_schedule(schedule: Schedule, to: Path | None, communication: bool) -
 
     Raises:
         ScheduleError: the schedule is unsound, or torch's CSV cannot express it.
-        RunError: the file cannot be written.
+        FileError: the file cannot be written.
     """
     from penstock.schedule.torch_csv.files import to_csv
     from penstock.verify.verify import verify
@@ -93,7 +94,7 @@ def _export_schedule(schedule: Schedule, to: Path | None, communication: bool) -
     try:
         to.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise RunError(f"cannot write {to}: {error.strerror or error}") from error
+        raise write_error(to, error) from error
     csv_format = "compute_comms" if communication else "compute_only"
     load_call = f"_PipelineScheduleRuntime._load_csv({str(to)!r}, format={csv_format!r})"
     typer.echo(f"wrote {to}: load it with {load_call}", err=True)

@@ -117,7 +117,7 @@ def plan(
     from penstock.search.catalogue import plan as search
     from penstock.search.compare import compare as run_all_planners
     from penstock.simulate.plan_costs import simulate_plan
-    from penstock.store import to_json
+    from penstock.store import check_writable, to_json
 
     if compare and planner != "auto":
         raise SettingError(f"--compare runs every planner: leave out --planner {planner}")
@@ -126,6 +126,8 @@ def plan(
             f"--recompute must be auto, never, except_last, always or selective, not {recompute!r}"
         )
     PLANNERS.find(planner)
+    if out is not None:
+        check_writable(out)  # before the measurement and the search
     target = describe(cluster)
     costs, samples = load_or_make_profiles(profile or [], flags, cluster, batch)
     constraints: dict[str, Any] = {

@@ -11,6 +11,7 @@ from penstock.cli.flags import options
 from penstock.cli.flags.model_flags import ModelFlags, with_model_flags
 from penstock.cli.flags.options import Json
 from penstock.errors import SettingError
+from penstock.store import check_writable
 from penstock.transport.addresses import use_address
 
 if TYPE_CHECKING:
@@ -85,6 +86,8 @@ def profile(
         return
     from penstock.training.sources.user_settings import complete_settings
 
+    if out is not None:
+        check_writable(out)  # before the measurement
     sample_counts = None if sizes is None else _parse_sizes(sizes)
     config = complete_settings({**flags.settings(), "batch": batch})
     if on is not None:

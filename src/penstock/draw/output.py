@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,8 +13,9 @@ from penstock.draw.perfetto import perfetto
 from penstock.draw.png import png
 from penstock.draw.svg import svg
 from penstock.draw.terminal import text
-from penstock.errors import FileError, SettingError
+from penstock.errors import SettingError
 from penstock.event import Timeline
+from penstock.store import write_error
 
 FORMATS = ("txt", "svg", "png", "html", "json")
 _FORMAT_LIST = ".txt (terminal text), .svg, .png, .html and .json (Perfetto trace)"
@@ -108,8 +110,6 @@ def write(path: Path, content: str | bytes, kind: str = "drawing") -> None:
     # ValueError: a NUL in the name. RuntimeError: a cycle of links.
     except (OSError, ValueError, RuntimeError) as error:
         if partial is not None:
-            partial.unlink(missing_ok=True)
-        reason = getattr(error, "strerror", None) or str(error)
-        if isinstance(error, FileNotFoundError) and not path.parent.exists():
-            reason = f"the folder {path.parent} does not exist; create it first"
-        raise FileError(f"cannot write the {kind} {path}: {reason}") from error
+            with suppress(OSError):  # such as a parent that is a file
+                partial.unlink()
+        raise write_error(path, error, kind) from error

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import final
 
 from penstock.deprecation import renamed_arguments
-from penstock.errors import PlanError, RunError, SettingError
+from penstock.errors import PlanError, SettingError
 from penstock.plan.plan import Plan
 from penstock.registry import Registry
 from penstock.schedule.op import Schedule
+from penstock.store import write_error
 
 
 @final
@@ -36,7 +37,7 @@ class Exported:
         the files to a folder.
 
         Raises:
-            RunError: the file or folder cannot be written.
+            FileError: the file or folder cannot be written.
         """
         target = Path(path)
         try:
@@ -47,7 +48,7 @@ class Exported:
             else:
                 target.write_text(self.text, encoding="utf-8")
         except OSError as error:
-            raise RunError(f"cannot write {target}: {error.strerror or error}") from error
+            raise write_error(target, error) from error
 
 
 EXPORTERS: Registry[Callable[[Plan], Exported]] = Registry(
@@ -75,7 +76,7 @@ def export(source: Plan | Schedule, to: str, path: str | Path | None = None) -> 
         PlanError: the library cannot run this plan; the message has all reasons.
         ScheduleError: the library cannot run this schedule.
         SettingError: the library needs a plan, not a schedule.
-        RunError: the file cannot be written.
+        FileError: the file cannot be written.
 
     Examples:
         >>> import penstock as ps

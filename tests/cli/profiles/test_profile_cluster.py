@@ -121,7 +121,7 @@ def test_one_process_is_measured_from_start_to_end(penstock, tmp_path):
         ),
         (
             ("local:2", "--out", "/nowhere/x.yaml"),
-            "--out /nowhere/x.yaml: there is no folder /nowhere",
+            "cannot write /nowhere/x.yaml: the folder /nowhere does not exist; create it first",
         ),
     ],
 )

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from penstock.errors import SettingError
+from penstock.store import check_writable
 from penstock.text_table import table
 from penstock.units import format_bytes, format_seconds
 
@@ -55,8 +56,8 @@ def profile_cluster(
     if threads < 1 or repeats < 1:
         raise SettingError(f"threads {threads} and repeats {repeats} must be 1 or more")
     # Checked now, because measuring takes minutes.
-    if out is not None and not out.parent.is_dir():
-        raise SettingError(f"--out {out}: there is no folder {out.parent}")
+    if out is not None:
+        check_writable(out)
     if ranks is None:
         import torch.distributed as dist
 
