@@ -12,6 +12,7 @@ from penstock.errors import PlanError
 from penstock.plan.plan import Option
 from penstock.plan.prediction import Candidate
 from penstock.plan.segments import Selection
+from penstock.profile.profile import Profile
 from penstock.schedule.op import Schedule
 from penstock.schedule.recompute import Recompute
 from penstock.search.bottleneck import describe_bottleneck
@@ -297,11 +298,10 @@ def cached_schedule(
 
 
 def _make_schedule(
-    name: str, stages: int, micro_batches: int, options: tuple[tuple[str, Option], ...]
+    name: str, stages: int, micro_batches: int, options: tuple[tuple[str, Any], ...]
 ) -> Schedule:
     """Return a schedule that needs no costs."""
-    keywords: dict[str, Any] = dict(options)
-    return make_schedule(name, stages, micro_batches, **keywords)
+    return make_schedule(name, stages, micro_batches, **dict(options))
 
 
 # A search goes through many small schedules again and again. A large one may have millions of ops,
@@ -327,51 +327,76 @@ def representative_pipeline(request: PlanRequest, proposal: Proposal) -> PlacedS
         return None
     if not 1 < pipelines <= proposal.micro_batches <= request.batch:
         return None
-    options = tuple((name, value) for name, value in proposal.options if name != "replicas")
-    # Rounded up: the first pipeline has the most micro-batches, and so the longest step.
-    micro_batches = -(-proposal.micro_batches // pipelines)
-    schedule = cached_schedule(proposal.schedule, proposal.stages, micro_batches, options)
+    schedule = _schedule_of_first_pipeline(proposal, pipelines)
     if schedule.stream is not None or schedule.copies > 1:
         return None
-    devices = proposal.devices or tuple(range(request.cluster.ranks))
+    all_devices = proposal.devices or tuple(range(request.cluster.ranks))
     needed = pipelines * schedule.ranks
-    if needed > len(devices):
-        raise PlanError(f"{schedule.name} needs {needed} ranks, and there are {len(devices)}")
-    local = request.busy_on(devices[: schedule.ranks], devices[:needed])
+    if needed > len(all_devices):
+        raise PlanError(f"{schedule.name} needs {needed} ranks, and there are {len(all_devices)}")
+    devices = all_devices[:needed]
+    local = request.busy_on(devices[: schedule.ranks], devices)
     rule = _rule(request, proposal, schedule)
     profiles = [local.profile_of(rank) for rank in range(schedule.ranks)]
     sizes = _sizes(request, proposal, schedule, pipelines)
     costs = schedule_costs(schedule, profiles, proposal.lengths, local.cluster, sizes, rule)
-    # Rank r of the n-th pipeline is on device n x (ranks of a pipeline) + r.
-    holders = [
-        range(first_rank, needed, schedule.ranks) for first_rank, *_ in schedule.ranks_of_stage
-    ]
-    replicas = [[devices[index] for index in indices] for indices in holders]
-    zero, lengths = request.sharding.zero, proposal.lengths
-    stored = StoredParameters(profiles[0], lengths, holders, zero)
-    shares = stored.largest_shares()
-    synced = with_zero(costs, replicas, request.cluster, lengths, zero, shares)
-    synced = stored.add_to(synced, pipelines)
-    if not zero:
-        samples = request.batch / proposal.micro_batches
-        hidden_s = hidden_sum_seconds(
-            schedule, replicas, profiles, lengths, samples, request.cluster
-        )
-        synced = with_shorter_updates(synced, hidden_s)
+    costs = _with_sync_of_pipelines(costs, request, proposal, schedule, profiles, devices)
     # Messages of the other pipelines, which are left out, use the same cards.
     network = None if costs.network is None else costs.network.unshared
-    synced_costs = replace(synced, network=network)
-    return PlacedSchedule(local, proposal, schedule, rule, synced_costs, pipelines)
+    costs = replace(costs, network=network)
+    return PlacedSchedule(local, proposal, schedule, rule, costs, pipelines)
+
+
+def _schedule_of_first_pipeline(proposal: Proposal, pipelines: int) -> Schedule:
+    """Return the schedule of the first of several pipelines, which take micro-batches in turn."""
+    options = tuple((name, value) for name, value in proposal.options if name != "replicas")
+    # Rounded up: the first pipeline has the most micro-batches, and so the longest step.
+    micro_batches = -(-proposal.micro_batches // pipelines)
+    return cached_schedule(proposal.schedule, proposal.stages, micro_batches, options)
+
+
+def _with_sync_of_pipelines(
+    costs: Costs,
+    request: PlanRequest,
+    proposal: Proposal,
+    schedule: Schedule,
+    profiles: Sequence[Profile],
+    devices: Sequence[int],
+) -> Costs:
+    """Return the costs of the first of several pipelines, with what it shares with the others:
+    the sync of gradients, and the parts of parameters and optimizer state that ZeRO divides.
+
+    Args:
+        costs: of the pipeline alone.
+        request: for the whole cluster.
+        proposal: what was proposed.
+        schedule: of one pipeline.
+        profiles: per rank of the schedule.
+        devices: of all pipelines; rank r of the n-th is on entry n x (ranks of a pipeline) + r.
+    """
+    lengths, zero = proposal.lengths, request.sharding.zero
+    indices_of_stage = [
+        range(first_rank, len(devices), schedule.ranks)
+        for first_rank, *_ in schedule.ranks_of_stage
+    ]
+    replicas = [[devices[index] for index in indices] for indices in indices_of_stage]
+    stored = StoredParameters(profiles[0], lengths, indices_of_stage, zero)
+    shares = stored.largest_shares()
+    costs = with_zero(costs, replicas, request.cluster, lengths, zero, shares)
+    costs = stored.add_to(costs, len(devices) // schedule.ranks)
+    if zero:
+        return costs
+    samples = request.batch / proposal.micro_batches
+    hidden_s = hidden_sum_seconds(schedule, replicas, profiles, lengths, samples, request.cluster)
+    return with_shorter_updates(costs, hidden_s)
 
 
 def _sizes(
     request: PlanRequest, proposal: Proposal, schedule: Schedule, pipelines: int
 ) -> list[float]:
-    """Return the samples of every micro-batch of a schedule; of several pipelines, which take
-    turns, those of the first.
-    """
-    sizes = micro_batch_sizes(request.batch, schedule, proposal.micro_batches)
-    return sizes[::pipelines]
+    """Return the samples of every micro-batch; those of the first of several pipelines."""
+    # Pipelines take micro-batches in turn.
+    return micro_batch_sizes(request.batch, schedule, proposal.micro_batches)[::pipelines]
 
 
 def _schedule_of(request: PlanRequest, proposal: Proposal) -> Schedule:

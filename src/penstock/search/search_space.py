@@ -254,32 +254,41 @@ class SearchSpace:
 
     def _load(self, shape: Shape, micro_batches: int) -> Load:
         """Return the load that one of `micro_batches` micro-batches puts on a shape."""
-        ranks = self.request.cluster.ranks
+        request = self.request
         kinds = self._kinds(shape.first)
-        model_s = {
-            id(self.request.profile_of(rank)): float(self._seconds(rank, micro_batches)[:2].sum())
-            for rank in kinds
-        }
-        # As if every device ran a share of each micro-batch in proportion to its speed.
-        even_s = 0.0
-        if all(model_s.values()):
-            even_s = 1 / sum(1 / model_s[id(self.request.profile_of(rank))] for rank in shape.first)
-        down_s, path_s = self._fastest_path(kinds, micro_batches)
-        update_s_per_byte = min(self.request.profile_of(rank).update_s_per_byte for rank in kinds)
-        update_s = self.request.profile.parameter_bytes * update_s_per_byte / shape.ranks
-        busy, all_busy = self._slowdown(shape.devices), self._least_slowdown
+        forward_s, round_trip_s = self._fastest_path(kinds, micro_batches)
+        update_s_per_byte = min(request.profile_of(rank).update_s_per_byte for rank in kinds)
+        update_s = request.profile.parameter_bytes * update_s_per_byte / shape.ranks
+        slowdown = self._slowdown(shape.devices)
+        all_ranks = range(request.cluster.ranks)
         return Load(
             ranks=shape.ranks,
             pipelines=shape.pipelines,
             micro_batches=micro_batches,
-            even_s=busy * even_s,
-            least_s=busy * self._shared_s(shape.first, micro_batches),
-            down_s=busy * down_s,
-            path_s=busy * path_s,
-            after_s=busy * update_s + self._gradient_sync_s(shape),
-            cluster_share_s=all_busy * self._shared_s(range(ranks), micro_batches),
-            equal_sizes=self.request.batch % micro_batches == 0,
+            even_s=slowdown * self._even_share_s(shape.first, micro_batches),
+            least_s=slowdown * self._shared_s(shape.first, micro_batches),
+            forward_s=slowdown * forward_s,
+            round_trip_s=slowdown * round_trip_s,
+            after_s=slowdown * update_s + self._gradient_sync_s(shape),
+            cluster_share_s=self._least_slowdown * self._shared_s(all_ranks, micro_batches),
+            equal_sizes=request.batch % micro_batches == 0,
         )
+
+    def _even_share_s(self, ranks: Sequence[int], micro_batches: int) -> float:
+        """Estimate the seconds per device if these ranks share the work of a micro-batch in
+        proportion to their speeds; 0 if the model takes no time on one of them.
+
+        Their speeds add up: 1 / (1 / t_0 + 1 / t_1 + ...), with t_r the seconds of the whole model
+        on rank r alone.
+        """
+        speed_of_kind: dict[int, float] = {}
+        for rank in self._kinds(ranks):
+            forward_backward = self._seconds(rank, micro_batches)[:2]
+            model_s = float(forward_backward.sum())
+            if not model_s:
+                return 0.0
+            speed_of_kind[id(self.request.profile_of(rank))] = 1 / model_s
+        return 1 / sum(speed_of_kind[id(self.request.profile_of(rank))] for rank in ranks)
 
     def _slowdown(self, busy: Sequence[int]) -> float:
         """Return the least slowdown of these ranks while all of them are busy."""
@@ -290,11 +299,13 @@ class SearchSpace:
 
     @cached_property
     def _least_slowdown(self) -> float:
-        """The least slowdown of a node's ranks while they share work in any way, also if only some
-        of them are busy.
+        """Lower bound of the slowdown of an even share of the cluster's work, over all sets of
+        ranks that may be busy.
 
-        Where all together are slower than one, one alone does all the work. Of ranks of several
-        kinds on a node the fastest may be busy alone: there it is 1.
+        With all n ranks of a node busy, an even share takes as many times as long as their slowdown
+        says. With one of them busy it takes n times as long, since that rank does the work of all.
+        Where the ranks of a node are of several kinds, the fastest may be busy alone and do most of
+        the work anyway: the bound is 1.
         """
         cluster = self.request.cluster
         least = math.inf
@@ -302,7 +313,9 @@ class SearchSpace:
             ranks = cluster.ranks_of_node(node)
             if len(self._kinds(ranks)) > 1:
                 return 1.0
-            least = min(least, cluster.slowdown(ranks[0], ranks), len(ranks))
+            all_busy = cluster.slowdown(ranks[0], ranks)
+            one_busy = len(ranks)
+            least = min(least, all_busy, one_busy)
         return least
 
     def _gradient_sync_s(self, shape: Shape) -> float:
@@ -338,8 +351,8 @@ class Load:
         micro_batches: number of micro-batches, of all pipelines together.
         even_s: seconds on each rank of a pipeline if all share the work evenly.
         least_s: lower bound of the seconds on each rank of a pipeline.
-        down_s: lower bound of its forward path through all stages.
-        path_s: lower bound of its forward and backward path through all stages.
+        forward_s: lower bound of its forward through all stages.
+        round_trip_s: lower bound of its forward and backward through all stages.
         after_s: seconds after the last backward of a step: gradient sync and update.
         cluster_share_s: lower bound of the seconds per device if the whole cluster shares the work.
         equal_sizes: whether all micro-batches have the same number of samples.
@@ -350,8 +363,8 @@ class Load:
     micro_batches: int
     even_s: float
     least_s: float
-    down_s: float
-    path_s: float
+    forward_s: float
+    round_trip_s: float
     after_s: float
     cluster_share_s: float
     equal_sizes: bool = True
@@ -369,10 +382,10 @@ def _estimate_and_bound(load: Load, facts: ScheduleFacts, stages: int) -> tuple[
     bound = load.micro_batches / load.pipelines * load.least_s
     if _slices_micro_batches(facts.name):
         return max(estimate, bound), bound
-    bound = max(bound, load.path_s)
+    bound = max(bound, load.round_trip_s)
     if facts.stages_per_rank == "1":
         # Weight gradients of a split backward can run during the drain: only the fill counts.
-        ramp_path = load.down_s if facts.splits_backward else load.path_s
+        ramp_path = load.forward_s if facts.splits_backward else load.round_trip_s
         # The pipeline with the most micro-batches may have the small ones: of unequal ones it is
         # certain only that some pipeline has the mean work.
         mean_count = load.micro_batches / load.pipelines

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.search.planners.dapple_latency import latency
 
 from penstock.schedule.catalogue import schedule
-from penstock.search.planners_dapple import extend_kernel
+from penstock.search.planners import dapple_kernel
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import simulate_schedule
 
@@ -38,7 +38,7 @@ def test_the_parts_are_the_papers_formulas_at_the_pivot(rows, micro_batches):
 def test_the_kernel_of_the_search_gives_the_same(rows, micro_batches):
     """It takes sums as it walks, where the formula sums anew for every stage."""
     arrays = [np.array(row) for row in rows]
-    seconds = extend_kernel.latency(*arrays, len(rows[0]), micro_batches)
+    seconds = dapple_kernel.latency(*arrays, len(rows[0]), micro_batches)
     assert seconds == pytest.approx(latency(*rows, micro_batches).seconds)
 
 

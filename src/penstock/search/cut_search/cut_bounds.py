@@ -292,31 +292,44 @@ class CutBounds:
         return seconds / self.request.cluster.between.bandwidth_bytes_per_s
 
     def _card_rows(self) -> list[Array]:
-        """Return the sums that the card of every host gives, in each direction."""
-        schedule, cluster = self.schedule, self.request.cluster
-        host_of = [cluster.node(self._device(rank)) for rank in range(schedule.ranks)]
-        # By host and direction of its card: per size and boundary, the number of messages.
-        messages: dict[tuple[int, str], Counter[tuple[int, int]]] = defaultdict(Counter)
-        for stage in range(schedule.stages - 1):
-            for number, (rank, next_rank) in enumerate(schedule.boundary_ranks(stage)):
-                low, high = host_of[rank], host_of[next_rank]
-                if low != high:
-                    # An activation up, and a gradient back: each card sends and receives one.
-                    for card in product((low, high), ("sends", "receives")):
-                        messages[card][self._size_index(number), stage] += 1
+        """Return one sum for every host's network card and direction: fill, its messages, drain.
+
+        The card is busy with its messages one after another. Before the first of them, a
+        micro-batch passes forward through all stages up to the first boundary whose messages the
+        card carries; after the last one, a gradient passes back through these stages.
+        """
         rows = []
-        for count_of_boundary in messages.values():
+        for messages in self._messages_of_card():
+            first_boundary = min(stage for _, stage in messages)
             row = self._zeros()
-            first = min(stage for _, stage in count_of_boundary)
-            # The micro-batches whose messages are first and last may have any size: count the
-            # smallest.
-            row[-1, FORWARD, : first + 1] = 1
-            row[-1, LEAST_BACKWARD, : first + 1] = 1
-            row[-1, TRANSFER, :first] = 2
-            for (size, stage), count in count_of_boundary.items():
+            # The micro-batches of the first and the last message may have any size: the smallest
+            # counts, which is the last.
+            smallest = row[-1]
+            smallest[FORWARD, : first_boundary + 1] = 1
+            smallest[LEAST_BACKWARD, : first_boundary + 1] = 1
+            smallest[TRANSFER, :first_boundary] = 2  # an activation and a gradient
+            for (size, stage), count in messages.items():
                 row[size, CARD, stage] = count
             rows.append(row.ravel())
         return rows
+
+    def _messages_of_card(self) -> list[Counter[tuple[int, int]]]:
+        """Return the number of messages between hosts by size index and boundary, for every host's
+        network card and direction that has some.
+        """
+        schedule, cluster = self.schedule, self.request.cluster
+        host_of = [cluster.node(self._device(rank)) for rank in range(schedule.ranks)]
+        messages: dict[tuple[int, str], Counter[tuple[int, int]]] = defaultdict(Counter)
+        for stage in range(schedule.stages - 1):
+            for number, (rank, next_rank) in enumerate(schedule.boundary_ranks(stage)):
+                host, next_host = host_of[rank], host_of[next_rank]
+                if host == next_host:
+                    continue
+                # The activation goes from `host` to `next_host`, and the gradient back: the cards
+                # of both hosts send one message and receive one.
+                for card in product((host, next_host), ("sends", "receives")):
+                    messages[card][self._size_index(number), stage] += 1
+        return list(messages.values())
 
     def _rank_rows(self, program: Sequence[Op]) -> list[Array]:
         """Return the sums that one rank of a synchronous schedule gives: with its drain, and

@@ -1,1 +1,0 @@
-"""The innermost loop of DAPPLE's planner."""
