@@ -22,6 +22,7 @@ from penstock.cli.main import status
 from penstock.study.in_turn import REFERENCE
 from penstock.study.ratios import quartiles, ratios
 from penstock.study.records import Record, Records
+from penstock.study.run_study import machine_facts
 from penstock.study.runner import comparison
 from penstock.study.settings import Settings
 from penstock.study.studies.libraries import STUDY, Libraries
@@ -127,7 +128,7 @@ def main() -> None:
         code = status(words)
         if code:
             sys.exit(code)
-        records = Records(arguments.out, STUDY)
+        records = Records(arguments.out, STUDY, machine_facts())
         finished = records.of(Libraries().cells(Settings(arguments.scale)))
         results = results_of(finished, records.machine)
         arguments.results.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")

@@ -10,6 +10,7 @@ from tests.measure.profiled import perceptron, quick, saved_bytes
 from torch import nn
 
 from penstock.measure import profiler as measuring
+from penstock.measure.saved_storages import activation_bytes
 from penstock.tracing.traced_chain import chain
 from penstock.zoo.catalogue import model
 
@@ -92,7 +93,10 @@ def test_every_count_of_activation_bytes_is_the_same_again():
         *(part for _ in range(12) for part in (nn.Linear(16, 16), nn.Dropout(0.5), nn.Tanh()))
     )
     modules = measuring._copies(chain(network), torch.device("cpu"))
-    counts = {tuple(measuring._activation_bytes(modules, torch.rand(4, 16))[0]) for _ in range(50)}
+    counts = {
+        tuple(layer.saved for layer in activation_bytes(modules, torch.rand(4, 16)))
+        for _ in range(50)
+    }
     assert counts == {(256, 256, 256) + (0, 256, 256) * 11}
 
 

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from penstock.measure.saved_storages import SavedStorages
-
-
-def address(tensor: Tensor) -> int:
-    """As of tensors with memory."""
-    return tensor.untyped_storage().data_ptr()
+from penstock.measure.saved_storages import SavedStorages, storage_address
 
 
 def test_a_storage_counts_at_the_first_layer_that_saves_it_and_weights_never():
     """A stage that begins with a layer stores an input besides that no layer from there on saves."""
     layers = [nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)]
-    saved = SavedStorages(layers, address)
+    saved = SavedStorages(layers, storage_address)
     first, second = torch.ones(4, 2), torch.ones(4, 2)
     saved.add(layers[0].weight.t())
     saved.add(first)

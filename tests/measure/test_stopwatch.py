@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from penstock.measure.host_timings import host_timings
+from penstock.measure.profiler import host_timings
 from penstock.measure.stopwatch import EventStopwatch, HostStopwatch, stopwatch_for
 from penstock.measure.timed_passes import PHASES, TimedPasses
 

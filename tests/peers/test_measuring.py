@@ -126,7 +126,7 @@ def test_a_step_ends_when_the_last_rank_has_ended_it():
 
 def test_no_more_systems_are_alive_than_memory_holds(compare, monkeypatch):
     """Each takes 20 bytes, imports included: of 50 to spare, the third system ends a group."""
-    monkeypatch.setattr("penstock.peers.measuring.available_bytes", lambda: SPARE_BYTES + 50)
+    monkeypatch.setattr("penstock.peers.measuring.available_memory_bytes", lambda: SPARE_BYTES + 50)
     rows = compare("reference", "a", "b", "c", "d", "e")
     assert FakeRanks.most_living == 3
     for name in "abcde":

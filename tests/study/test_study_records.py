@@ -40,17 +40,6 @@ def test_the_last_of_several_records_of_a_cell_counts(tmp_path):
     assert Records(tmp_path, "s", MACHINE).get(record().cell).status == "ok"
 
 
-def test_an_incomplete_last_line_is_dropped(tmp_path):
-    """A power cut leaves half a line; its cell runs again."""
-    records = Records(tmp_path, "s", MACHINE)
-    records.add(record())
-    with records.path.open("a") as file:
-        file.write('{"record": {"cell": {"stu')
-    again = Records(tmp_path, "s", MACHINE)
-    assert again.get(record().cell) is not None
-    assert again.path.read_text().endswith("}\n")
-
-
 @pytest.mark.parametrize(
     ("line", "message"),
     [

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import platform
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -15,7 +14,9 @@ import typer
 import penstock
 from penstock.cli.flags import options
 from penstock.cli.flags.options import Json
+from penstock.cluster.local import available_cores
 from penstock.errors import PenstockError
+from penstock.text_table import aligned
 
 if TYPE_CHECKING:
     from penstock.measure.card_check import CardsReport
@@ -76,7 +77,7 @@ def machine_facts(report: CardsReport) -> dict[str, object]:
     return {
         **_version_facts(),
         "torch": torch.__version__,
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": available_cores(),
         "torch threads": torch.get_num_threads(),
         "backends": [name for name, available in backends.items() if available],
         "gpus": [card.name or card.device for card in report.cards],
@@ -109,15 +110,13 @@ def _report_without_torch(json: bool) -> None:
     facts: dict[str, object] = {
         **_version_facts(),
         "torch": "not installed; training and measuring need it: pip install 'penstock[torch]'",
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": available_cores(),
         "optional parts missing": _missing_extras(),
     }
     if json:
         options.print_json({**facts, "sound": True})
         return
-    width = max(len(name) for name in facts)
-    for name, value in facts.items():
-        print(f"{name.ljust(width)}  {_fact_text(value)}")
+    print(_lines([(name, _fact_text(value)) for name, value in facts.items()]))
 
 
 def table(facts: Mapping[str, object], report: CardsReport) -> str:
@@ -132,8 +131,12 @@ def table(facts: Mapping[str, object], report: CardsReport) -> str:
             rows.append((name, _fact_text(value)))
         elif report.cards:
             rows.append((name, str(value) or "none"))
-    width = max(len(name) for name, _ in rows)
-    return "\n".join(f"{name.ljust(width)}  {text}" for name, text in rows)
+    return _lines(rows)
+
+
+def _lines(rows: Sequence[tuple[str, str]]) -> str:
+    """Write names and values on one line each."""
+    return "\n".join(line.rstrip() for line in aligned(rows))
 
 
 def _card_rows(report: CardsReport) -> list[tuple[str, str]]:

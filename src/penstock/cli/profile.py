@@ -10,6 +10,7 @@ import typer
 from penstock.cli.flags import options
 from penstock.cli.flags.model_flags import ModelFlags, with_model_flags
 from penstock.cli.flags.options import Json
+from penstock.cli.progress_bar import measuring_bar
 from penstock.errors import SettingError
 from penstock.store import check_writable
 from penstock.transport.addresses import use_address
@@ -132,24 +133,13 @@ def _measure_profile(
     config: TrainConfig, sizes: list[int] | None, threads: int, repeats: int, device: str | None
 ) -> Profile:
     """Time the layers of a model, with a progress bar on a terminal."""
-    from rich.console import Console
-    from rich.progress import Progress
-
     from penstock.measure.card_choice import choose_device_type, count_cards
     from penstock.measure.profiler import profile as measure
     from penstock.training.task import make_task
 
     device_type = choose_device_type(device or "auto", count_cards())
     task = make_task(config)
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        progress_task = bar.add_task("measuring", total=None)
-
-        def show_progress(completed: int, total: int, name: str) -> None:
-            bar.update(
-                progress_task, completed=completed, total=total, description=f"measuring {name}"
-            )
-
+    with measuring_bar() as show_progress:
         return measure(
             task.chain,
             task.example(),

@@ -127,6 +127,15 @@ def quote_path(path: str | Path) -> str:
     return text if text.isprintable() else quote(text)
 
 
+def one_line(text: object) -> str:
+    r"""Return the text of an object, such as an error, on one line.
+
+    >>> one_line(ValueError("one\n two"))
+    'one two'
+    """
+    return " ".join(str(text).split())
+
+
 def shorten(text: str, limit: int = _QUOTED) -> str:
     r"""Return a text on one line, cut to `limit` characters.
 

@@ -23,6 +23,7 @@ from typing import Any, final
 import torch
 
 from penstock.cluster.local import available_cores
+from penstock.measure.torch_threads import torch_threads
 from penstock.profile.conditions import RankConditions
 from penstock.transport.hosts import this_host
 
@@ -257,13 +258,9 @@ def _core_times() -> tuple[float, float]:
     kind: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
     left, right, product = torch.ones(3, side, side, **kind).unbind()
     source, target = torch.ones(count, **kind), torch.zeros(count, **kind)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with torch_threads(1):
         product_s = _median_seconds(lambda: torch.mm(left, right, out=product))
         copy_s = _median_seconds(lambda: target.copy_(source))
-    finally:
-        torch.set_num_threads(threads)
     return product_s, copy_s
 
 

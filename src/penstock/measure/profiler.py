@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import copy
-import os
 import platform
 import socket
 import statistics
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
+from penstock.cluster.local import available_cores
 from penstock.errors import LayerFailed, SettingError
-from penstock.grad.saved_version import observing_saved_tensors
 from penstock.measure.concurrent import ConcurrentRanks
 from penstock.measure.conditions import ConditionsMeter
 from penstock.measure.device_kinds import (
@@ -30,13 +28,12 @@ from penstock.measure.example_samples import (
     checked_tensors,
     example_to_trace,
     resize_example,
-    tensors_in,
 )
-from penstock.measure.host_timings import host_timings
 from penstock.measure.pass_rounds import PassSeries, Progress, run_in_turn
 from penstock.measure.replicable import moving_layers, with_single_copy_reasons
-from penstock.measure.saved_storages import SavedStorages
+from penstock.measure.saved_storages import ActivationBytes, activation_bytes
 from penstock.measure.timed_passes import PHASES, Loss, TimedPasses, WithLoss
+from penstock.measure.torch_threads import torch_threads
 from penstock.measure.update import UpdateSeconds, measure_update
 from penstock.modules.module_state import computed_tensors
 from penstock.modules.randomness import drawing
@@ -48,6 +45,9 @@ from penstock.transport.host_memory import disable_memory_trimming, trim_memory
 
 #: Number of measurements before ranks that seem to differ are reported.
 _ROUNDS = 4
+
+#: The phases of a layer whose launches are timed, with the fields of `LayerProfile`.
+_HOST_FIELDS = {"forward": "host_forward", "backward": "host_backward"}
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def profile(
     if loss is not None:
         modules[-1] = WithLoss(modules[-1], loss, targets)
     disable_memory_trimming()
-    with _threads(threads), torch.enable_grad(), drawing(target):
+    with torch_threads(threads), torch.enable_grad(), drawing(target):
         benchmark = _ChainBenchmark(traced, modules, target, concurrent, progress)
         if not sizes and not benchmark.takes_single_sample(example):
             measured_sizes = tuple(size for size in measured_sizes if size > 1) or (1,)
@@ -176,7 +176,8 @@ class _ChainBenchmark:
         # weigh most with a single one.
         size = next((size for size in sizes if size > 1), sizes[0])
         value = resize_example(example, size, self.device)
-        saved_bytes, entry_bytes = self.activation_bytes(value, size)
+        self._set_targets(size)
+        activations = activation_bytes(self.modules, value)
         update = self.update()
         machine = machine_facts(self.device)
         if self.concurrent.ranks > 1:
@@ -184,13 +185,7 @@ class _ChainBenchmark:
         input_bytes = sum(
             leaf.numel() * leaf.element_size() / leaf.shape[0] for leaf in checked_tensors(example)
         )
-        layers = _layers(
-            self.traced,
-            sizes,
-            runs,
-            [count / size for count in saved_bytes],
-            [count / size for count in entry_bytes],
-        )
+        layers = _layers(self.traced, sizes, runs, activations, size)
         measured = Profile(
             layers,
             self.traced.fingerprint,
@@ -280,11 +275,6 @@ class _ChainBenchmark:
         refuse_unlike_pair(ranks, pair, warns=self.concurrent.rank == 0)
         return least
 
-    def activation_bytes(self, value: Any, size: int) -> tuple[list[int], list[int]]:
-        """Return the result of `_activation_bytes` for `size` samples."""
-        self._set_targets(size)
-        return _activation_bytes(self.modules, value)
-
     def update(self) -> UpdateSeconds:
         """Time accumulation and optimizer step, over the layers of all ranks."""
         self.concurrent.wait_for_all()
@@ -328,7 +318,7 @@ def device_name(device: torch.device) -> str:
 def machine_facts(device: torch.device) -> dict[str, str]:
     """Return facts about this machine, for people who read a profile later."""
     name = device_name(device) if device.type == "cuda" else processor_name()
-    cores, threads = len(os.sched_getaffinity(0)), torch.get_num_threads()
+    cores, threads = available_cores(), torch.get_num_threads()
     return {
         "device": f"{device.type}: {name}",
         "cores": str(cores),
@@ -347,28 +337,12 @@ def _copies(traced: TracedChain, device: torch.device) -> list[nn.Module]:
     return [module.train() for module in materialise(copied, range(len(copied)), device, seed=0)]
 
 
-def _activation_bytes(modules: Sequence[nn.Module], value: Any) -> tuple[list[int], list[int]]:
-    """Return per layer the bytes saved for its backward, and those it saves as a first layer.
-
-    Each storage counts at the first layer that saves it. A stage that begins with a layer also
-    saves its input, unless that counts at this layer or a later one.
-    """
-    saved = SavedStorages(modules, lambda tensor: tensor.untyped_storage().data_ptr())
-    inputs: list[list[Tensor]] = []
-    with observing_saved_tensors(saved.add):
-        for index, module in enumerate(modules):
-            saved.layer = index
-            inputs.append(tensors_in(value))
-            value = module(value)
-    return saved.counts, [saved.entry_bytes(index, row) for index, row in enumerate(inputs)]
-
-
 def _layers(
     traced: TracedChain,
     sizes: tuple[int, ...],
     runs: list[list[_LayerTimes]],
-    activations: list[float],
-    entries: list[float],
+    activations: Sequence[ActivationBytes],
+    samples: int,
 ) -> tuple[LayerProfile, ...]:
     """Return the profiles of all layers.
 
@@ -376,28 +350,27 @@ def _layers(
         traced: the chain.
         sizes: that were measured.
         runs: per layer and size.
-        activations, entries: bytes per sample and layer.
+        activations: per layer, for `samples` samples.
+        samples: number of samples.
     """
     layers = []
-    for index, (layer, weights, measured) in enumerate(
-        zip(traced.layers, traced.description.weights, runs, strict=True)
+    for layer, weights, measured, activation in zip(
+        traced.layers, traced.description.weights, runs, activations, strict=True
     ):
+        fields: dict[str, Any] = {
+            **vars(weights),
+            **{phase: _phase_times(sizes, measured, phase) for phase in PHASES},
+            **host_timings(sizes, [run.host_seconds for run in measured]),
+        }
         layers.append(
             LayerProfile(
                 name=layer.name,
                 kind=layer.kind,
-                parameters=weights.parameters,
-                parameter_bytes=weights.parameter_bytes,
-                buffer_bytes=weights.buffer_bytes,
-                tensor_bytes=weights.tensor_bytes,
-                tied_tensors=weights.tied_tensors,
-                activation_bytes_per_sample=activations[index],
-                entry_bytes_per_sample=entries[index],
+                activation_bytes_per_sample=activation.saved / samples,
+                entry_bytes_per_sample=activation.entry / samples,
                 # Of the largest size, where what comes once per micro-batch weighs least.
                 output_bytes_per_sample=measured[-1].output_bytes / sizes[-1],
-                single_copy_reason="",
-                **{phase: _phase_times(sizes, measured, phase) for phase in PHASES},
-                **host_timings(sizes, [run.host_seconds for run in measured]),
+                **fields,
             )
         )
     return tuple(layers)
@@ -415,6 +388,23 @@ def _layer_times(series: PassSeries, place: int) -> _LayerTimes:
     return _LayerTimes(seconds, series.output_bytes[place], host_seconds)
 
 
+def host_timings(
+    sizes: tuple[int, ...], runs: Sequence[Mapping[str, Sequence[float]]]
+) -> dict[str, Timing]:
+    """Return the medians of the host's seconds as fields of `LayerProfile`.
+
+    Args:
+        sizes: micro-batch sizes.
+        runs: per size, by phase, the seconds of all passes; empty on a CPU.
+    """
+    timings: dict[str, Timing] = {}
+    for phase, field in _HOST_FIELDS.items():
+        if all(phase in run for run in runs):
+            medians = tuple(statistics.median(run[phase]) for run in runs)
+            timings[field] = Timing(sizes, medians)
+    return timings
+
+
 def _phase_times(sizes: tuple[int, ...], measured: Sequence[_LayerTimes], phase: Phase) -> Timing:
     """Return the medians and spreads of one phase of a layer."""
     times = [run.seconds[phase] for run in measured]
@@ -427,14 +417,3 @@ def _spread(seconds: list[float]) -> float:
         return 0.0
     quarters = statistics.quantiles(seconds, n=4)
     return quarters[2] - quarters[0]
-
-
-@contextmanager
-def _threads(count: int | None) -> Iterator[None]:
-    """Set the number of torch threads, and restore it afterwards; None leaves it as it is."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count or before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

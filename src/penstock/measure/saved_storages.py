@@ -3,8 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, final
 
 from torch import Tensor, nn
+
+from penstock.grad.saved_version import observing_saved_tensors
+from penstock.measure.example_samples import tensors_in
+
+
+@final
+@dataclass(frozen=True)
+class ActivationBytes:
+    """Bytes of a layer's activations.
+
+    Attributes:
+        saved: for its backward.
+        entry: in addition, if a stage begins with the layer: its input.
+    """
+
+    saved: int
+    entry: int
+
+
+def storage_address(tensor: Tensor) -> int:
+    """Return the address of a tensor's memory, which identifies its storage."""
+    return tensor.untyped_storage().data_ptr()
 
 
 class SavedStorages:
@@ -50,3 +74,45 @@ class SavedStorages:
             for tensor in inputs
             if self._layer_of.get(self._address(tensor), -1) < layer
         )
+
+
+def activation_bytes(
+    modules: Sequence[nn.Module],
+    value: Any,
+    address: Callable[[Tensor], int] = storage_address,
+    signature: Callable[[int, Any], object] | None = None,
+) -> list[ActivationBytes]:
+    """Return the activation bytes of every layer.
+
+    Each storage counts at the first layer that saves it. A stage that begins with a layer also
+    saves its input, unless that counts at this layer or a later one.
+
+    Args:
+        modules: the layers.
+        value: input of the first layer.
+        address: see `SavedStorages`.
+        signature: returns what identifies a layer, given by its index, and its input; layers with
+            equal ones do equal work. By default every layer runs.
+    """
+    saved = SavedStorages(modules, address)
+    inputs: list[list[Tensor]] = []
+    signatures: list[object] = []
+    repeated: list[int] = []
+    with observing_saved_tensors(saved.add):
+        for index, module in enumerate(modules):
+            if signature is not None:
+                signatures.append(signature(index, value))
+            if len(signatures) > 2 and signatures[-1] == signatures[-2] == signatures[-3]:
+                # The input is the output of an equal layer, which itself followed an equal one: so
+                # this layer saves as much as that one.
+                saved.counts[index] = saved.counts[index - 1]
+                repeated.append(index)
+                inputs.append([])
+                continue
+            saved.layer = index
+            inputs.append(tensors_in(value))
+            value = module(value)
+    entries = [saved.entry_bytes(index, row) for index, row in enumerate(inputs)]
+    for index in repeated:
+        entries[index] = entries[index - 1]
+    return [ActivationBytes(*both) for both in zip(saved.counts, entries, strict=True)]

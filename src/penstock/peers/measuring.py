@@ -7,7 +7,6 @@ time, as many as memory allows; a reference system stays alive throughout.
 
 from __future__ import annotations
 
-import os
 import random
 import statistics
 from collections.abc import Callable, Sequence
@@ -15,10 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from penstock.cluster.local import available_cores, available_memory_bytes
 from penstock.errors import PenstockError
+from penstock.files.text import one_line
 from penstock.peers.catalogue import System
 from penstock.peers.host import Host
-from penstock.peers.memory import available_bytes
 from penstock.peers.messages import PeerFailed, PeerMissing, PeerTimeout
 from penstock.peers.setup import Setup
 from penstock.peers.team import Refused
@@ -151,7 +151,7 @@ class Comparison:
         """
         # Others are compared with these two in the same rounds, so they are never ended.
         permanent = (self._rules.reference, BOUND)
-        budget = available_bytes() - SPARE_BYTES
+        budget = available_memory_bytes() - SPARE_BYTES
         group: list[str] = []
         for name in sorted(self._entrants, key=lambda name: name not in permanent):
             if not self._start(name):
@@ -210,7 +210,7 @@ class Comparison:
     def _fail(self, name: str, error: PenstockError) -> None:
         """Note why an entrant has no result, and end it."""
         row = self.rows[name]
-        row.reason = " ".join(str(error).split())
+        row.reason = one_line(error)
         row.status = "failed"
         for kind, status in (
             (PeerMissing, "missing"),
@@ -299,7 +299,7 @@ class Comparison:
     def _measure_bound(self, number: int) -> None:
         """Time the ops of each rank alone, and of as many ranks at once as there are cores."""
         ranks = self._ranks[BOUND]
-        cores = len(os.sched_getaffinity(0))
+        cores = available_cores()
         warm, steps = self._step_counts(BOUND)
         alone = [[rank] for rank in range(ranks.ranks)]
         together = []

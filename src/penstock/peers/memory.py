@@ -60,9 +60,3 @@ def limit_memory(limit_bytes: int) -> None:
     """
     limit = status()["VmData"] + limit_bytes
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-
-
-def available_bytes() -> int:
-    """Return the memory of the host that processes can still allocate."""
-    rows = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
-    return next(int(row[1]) * 1024 for row in rows if row[0] == "MemAvailable:")

@@ -11,7 +11,7 @@ from penstock.errors import FileError, SettingError
 from penstock.files.read import read_json
 from penstock.files.text import shorten
 from penstock.model.chain import check_fingerprint
-from penstock.profile.profile import Phase, check_fields, check_tensors
+from penstock.profile.profile import LayerDescription, Phase, check_fields, check_tensors
 from penstock.store import write_json
 
 SCHEMA = 1
@@ -59,23 +59,13 @@ class Work:
 
 @final
 @dataclass(frozen=True)
-class LayerCounts:
-    """The work of one layer in each phase; names and byte counts are those of `LayerProfile`."""
+class LayerCounts(LayerDescription):
+    """The work of one layer in each phase, and its bytes."""
 
-    name: str
-    kind: str
     forward: tuple[Work, ...]
     backward: tuple[Work, ...]
     input_grad: tuple[Work, ...]
     weight_grad: tuple[Work, ...]
-    parameters: int
-    parameter_bytes: int
-    buffer_bytes: int
-    activation_bytes_per_sample: float
-    output_bytes_per_sample: float
-    entry_bytes_per_sample: float = 0.0
-    tensor_bytes: tuple[int, ...] = ()
-    tied_tensors: tuple[tuple[int, int], ...] = ()
 
     def work(self, phase: Phase) -> tuple[Work, ...]:
         """Return the ops of one phase."""

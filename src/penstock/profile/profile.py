@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal, Protocol, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -89,18 +89,14 @@ class Timing:
 
 
 @dataclass(frozen=True)
-class LayerProfile:
-    """Costs of one layer. Byte counts named `…_per_sample` grow with the micro-batch.
+class LayerDescription:
+    """What `LayerProfile` and `LayerCounts` say of a layer: the costs of its phases, which are
+    timings or counts, and its bytes. Byte counts named `…_per_sample` grow with the micro-batch.
 
     `parameter_bytes` counts a shared parameter only at the first layer that uses it;
     `activation_bytes_per_sample` (bytes saved for the backward) does so with saved tensors.
     `entry_bytes_per_sample` is what a stage that begins with this layer saves in addition: its
-    input, if that is counted at an earlier layer or at none. `single_copy_reason` says why the
-    layer cannot be replicated on several ranks; empty if it can.
-
-    `host_forward` and `host_backward`, where the device works through a queue, are the seconds in
-    which the host launches the layer's work. Where they are longer than those of the device, the
-    step takes the host's time. They are None on a CPU, and in older files.
+    input, if that is counted at an earlier layer or at none.
 
     `tensor_bytes` are the parts of `parameter_bytes`, one for each parameter; empty if unknown.
     `tied_tensors` are the parameters of earlier layers that this layer uses too: the index of the
@@ -109,21 +105,38 @@ class LayerProfile:
 
     name: str
     kind: str
-    forward: Timing
-    backward: Timing
-    input_grad: Timing
-    weight_grad: Timing
+    forward: Any
+    backward: Any
+    input_grad: Any
+    weight_grad: Any
     parameters: int
     parameter_bytes: int
     buffer_bytes: int
     activation_bytes_per_sample: float
     output_bytes_per_sample: float
     entry_bytes_per_sample: float = 0.0
+    tensor_bytes: tuple[int, ...] = ()
+    tied_tensors: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class LayerProfile(LayerDescription):
+    """Costs of one layer in seconds and bytes.
+
+    `single_copy_reason` says why the layer cannot be replicated on several ranks; empty if it can.
+
+    `host_forward` and `host_backward`, where the device works through a queue, are the seconds in
+    which the host launches the layer's work. Where they are longer than those of the device, the
+    step takes the host's time. They are None on a CPU, and in older files.
+    """
+
+    forward: Timing
+    backward: Timing
+    input_grad: Timing
+    weight_grad: Timing
     single_copy_reason: str = ""
     host_forward: Timing | None = None
     host_backward: Timing | None = None
-    tensor_bytes: tuple[int, ...] = ()
-    tied_tensors: tuple[tuple[int, int], ...] = ()
 
     @property
     def host_s(self) -> float | None:
@@ -362,23 +375,7 @@ def check_step_ratios(ratios: Mapping[str, float], where: str) -> None:
             )
 
 
-class LayerParameters(Protocol):
-    """What `LayerProfile` and `LayerCounts` say of the parameters of a layer."""
-
-    @property
-    def parameter_bytes(self) -> int:
-        """See `LayerProfile`."""
-
-    @property
-    def tensor_bytes(self) -> tuple[int, ...]:
-        """See `LayerProfile`."""
-
-    @property
-    def tied_tensors(self) -> tuple[tuple[int, int], ...]:
-        """See `LayerProfile`."""
-
-
-def check_tensors(layers: Sequence[LayerParameters], index: int, where: str) -> None:
+def check_tensors(layers: Sequence[LayerDescription], index: int, where: str) -> None:
     """Check the parameters of a layer: their bytes add up, and tied ones are of earlier layers.
 
     Raises:

@@ -22,6 +22,8 @@ LARGE_DIFFERENCE = 0.1
 _LEAST_PART = 0.2
 #: Other programs are named also without an estimate if they used this much more of the cores.
 _LEAST_OTHER_SHARE = 0.1
+#: Largest share of the time that ranks are taken to have lost, so that its effect stays finite.
+_MOST_LOST = 0.9
 
 
 @dataclass(frozen=True)
@@ -213,7 +215,7 @@ def _slowdown(conditions: Conditions) -> float:
     """Return by which factor other programs slow the ranks down, if cores are shared fairly."""
     assert conditions.other_cores is not None
     demand = min(float(conditions.processes), float(conditions.cores))  # cores the ranks can use
-    # Limited to a tenth of the cores, so that the factor stays finite; so is 0.9 below.
+    # Limited to a tenth of the cores, so that the factor stays finite.
     free = max(conditions.cores - conditions.other_cores, 0.1 * conditions.cores)
     return max(demand / free, 1.0)
 
@@ -222,13 +224,13 @@ def _stolen(profile: Conditions, run: Conditions) -> Cause | None:
     """Compare the cores that the hypervisor gave to other virtual machines."""
     if profile.stolen_cores is None or run.stolen_cores is None:
         return None
-    before = min(profile.stolen_cores / profile.cores, 0.9)
-    after = min(run.stolen_cores / run.cores, 0.9)
+    before = min(profile.stolen_cores / profile.cores, _MOST_LOST)
+    after = min(run.stolen_cores / run.cores, _MOST_LOST)
     text = (
         f"the hypervisor gave {after:.0%} of the cores to other virtual machines, {before:.0%} "
         "when profiled"
     )
-    return Cause(text, (1 - before) / (1 - after) - 1)
+    return Cause(text, _effect_of_lost_time(before, after))
 
 
 def _clock(profile: Conditions, run: Conditions) -> Cause | None:
@@ -269,23 +271,30 @@ def _quota(profile: Conditions, run: Conditions) -> Cause | None:
     """Compare the time in which the CPU quota stopped the ranks."""
     if profile.quota_throttled is None or run.quota_throttled is None:
         return None
-    before, after = min(profile.quota_throttled, 0.9), min(run.quota_throttled, 0.9)
+    before = min(profile.quota_throttled, _MOST_LOST)
+    after = min(run.quota_throttled, _MOST_LOST)
     text = (
         f"the CPU quota of the container stopped the ranks for {after:.0%} of the time, "
         f"{before:.0%} when profiled"
     )
-    return Cause(text, (1 - before) / (1 - after) - 1)
+    return Cause(text, _effect_of_lost_time(before, after))
 
 
 def _memory(profile: Conditions, run: Conditions) -> Cause | None:
     """Compare the time in which tasks waited for memory, with the bytes that were swapped."""
     if profile.memory_stall is None or run.memory_stall is None:
         return None
-    before, after = min(profile.memory_stall, 0.9), min(run.memory_stall, 0.9)
+    before = min(profile.memory_stall, _MOST_LOST)
+    after = min(run.memory_stall, _MOST_LOST)
     text = f"tasks waited for memory {after:.0%} of the time, {before:.0%} when profiled"
     if run.swap_bytes_per_s:
         text += f", and {format_bytes(run.swap_bytes_per_s)} a second were swapped"
-    return Cause(text, (1 - before) / (1 - after) - 1)
+    return Cause(text, _effect_of_lost_time(before, after))
+
+
+def _effect_of_lost_time(before: float, after: float) -> float:
+    """Return the change of a step whose ranks cannot run for a share of the time, by that share."""
+    return (1 - before) / (1 - after) - 1
 
 
 def _page_faults(profile: Conditions, run: Conditions) -> Cause | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from penstock.draw.facts import clean
 from penstock.report.cells import cell_text, is_numeric, printable
 from penstock.report.document import Block, Code, Facts, Report, Table, Text
+from penstock.text_table import aligned
 
 
 def report_text(report: Report) -> str:
@@ -53,15 +54,12 @@ def table_text(table: Table) -> str:
         for value, column in zip(row, table.columns, strict=True):
             cells.append(cell_text(value, column))
         body.append(cells)
-    widths = [max(map(len, texts)) for texts in zip(header, *body, strict=True)]
+    right = [index for index, column in enumerate(table.columns) if is_numeric(column)]
     lines = [clean(table.title)] if table.title else []
     # From -1, the head, so that rows have the numbers that `emphasis` has.
-    for index, cells in enumerate([header, *body], start=-1):
-        aligned = []
-        for cell, width, column in zip(cells, widths, table.columns, strict=True):
-            aligned.append(cell.rjust(width) if is_numeric(column) else cell.ljust(width))
+    for index, line in enumerate(aligned([header, *body], right), start=-1):
         mark = "  *" if index in table.emphasis else ""
-        lines.append(("  ".join(aligned) + mark).rstrip())
+        lines.append((line + mark).rstrip())
     if table.caption:
         lines.append(clean(table.caption))
     return "\n".join(lines)

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.errors import PenstockError
+from penstock.files.text import one_line
 from penstock.peers.catalogue import system
 from penstock.peers.cuts import Cuts
 from penstock.peers.hosts import Hosts
 from penstock.peers.measuring import BOUND, Comparison, Entrant, Row, Rules
 from penstock.study.cell import Cell
-from penstock.study.records import Extra, Outcome, Record
+from penstock.study.records import Extra, Outcome, Record, status_of_error
 from penstock.study.train_cell import DEFAULT_BALANCE, Prepared, prepare, setup_of_cell
 
 if TYPE_CHECKING:
@@ -46,10 +47,7 @@ def run_in_turn(
             hosts.of(system(cell.system)).ready()
             prepared[_name(cell)] = prepare(cell, cuts)
         except PenstockError as error:
-            # At call time, since that module imports this one.
-            from penstock.study.runner import reason_of_error, status_of_error
-
-            records[cell] = Record(cell, status_of_error(error), reason_of_error(error))
+            records[cell] = Record(cell, status_of_error(error), one_line(error))
     log = options.folder / "logs" / f"{cells[0].file_name}.txt"
     log.unlink(missing_ok=True)
     if prepared:

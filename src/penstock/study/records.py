@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import json
-import threading
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, final
 
-from penstock.errors import FileError
-from penstock.files.read import parse_json
-from penstock.files.text import read_text
+from penstock.errors import FileError, PenstockError, RunError
+from penstock.peers.messages import PeerMissing, PeerTimeout
+from penstock.peers.team import Refused
 from penstock.study.cell import Cell
+from penstock.study.record_lines import RecordLines
 
 Status = Literal["ok", "failed", "missing", "refused", "timeout", "skipped"]
 #: Values of `extra`: plain, nested in lists and dictionaries as needed.
 Extra = dict[str, Any]
 _SCHEMA = 1
-#: 9,775 steps per repetition with time and loss take 0.4 MB; a study of 1,000 such cells is larger
-#: than other files that are read.
-_MAX_BYTES = 2**30
 
 
 @dataclass(frozen=True)
@@ -87,17 +83,18 @@ class _Line:
 
 @final
 class Records:
-    """The file `records.jsonl` of a study's folder.
+    """The records of a study, and the file that stores them.
 
-    Its first line has the facts of the machine. Of several records of one cell the last counts. An
-    incomplete last line, which a power cut leaves, is dropped.
+    The first line of the file has the facts of the machine. Of several records of one cell the last
+    counts.
 
     Args:
         folder: of the study; made if it does not exist.
         study: name of the study.
-        machine: facts of this machine; None: the file must exist, and nothing will be added.
+        machine: facts of this machine.
 
     Attributes:
+        path: of the file.
         machine: facts of the machine on which the study began.
 
     Raises:
@@ -105,53 +102,37 @@ class Records:
             another study.
     """
 
-    def __init__(self, folder: Path, study: str, machine: Mapping[str, str] | None = None) -> None:
-        self.path = folder / "records.jsonl"
-        self._lock = threading.Lock()
+    def __init__(self, folder: Path, study: str, machine: Mapping[str, str]) -> None:
+        self._file = RecordLines(folder, _Line)
+        self.path = self._file.path
         self._records: dict[str, Record] = {}
-        self.machine: dict[str, str] = {}
-        if machine is not None:
-            self._open(folder)
-        text = read_text(self.path, "records of the study", _MAX_BYTES)
-        complete = text[: text.rfind("\n") + 1]
-        if machine is not None and complete != text:
-            # The next record would continue the incomplete line.
-            self.path.write_text(complete, encoding="utf-8")
-        self._parse(complete, study)
-        if not complete and machine is not None:
-            self.machine = dict(machine)
-            self._append(_Line(head=_Head(_SCHEMA, study, self.machine)))
+        self.machine = dict(machine)
+        for number, line in enumerate(self._file.lines, start=1):
+            self._insert(line, number, study)
+        if not self._file.lines:
+            self._file.append(_Line(head=_Head(_SCHEMA, study, self.machine)))
 
-    def _open(self, folder: Path) -> None:
-        """Make the folder and the file, if they do not exist, and check that both can be written.
+    def _insert(self, line: _Line, number: int, study: str) -> None:
+        """Add a line of the file to the records in memory.
 
         Raises:
-            FileError: they cannot.
+            FileError: it has no machine and is the first, or has one and is not, or is of another
+                study.
         """
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            with self.path.open("a", encoding="utf-8"):
-                pass
-        except OSError as error:
-            reason = error.strerror or error
-            raise FileError(f"cannot store records in {folder}: {reason}") from error
+        location = self._file.location(number)
+        if (line.head is None) == (number == 1):
+            raise FileError(
+                f"{location}: the first line has the machine, the others records: use another "
+                "folder"
+            )
+        if line.head is not None:
+            self._check_head(line.head, study, location)
+            self.machine = line.head.machine
+        if line.record is not None:
+            self._records[line.record.cell.key] = line.record
 
-    def _parse(self, text: str, study: str) -> None:
-        """Read the lines of the file."""
-        for number, line in enumerate(text.splitlines(), start=1):
-            location = f"{self.path}, line {number}"
-            entry = _parse_line(line, location)
-            if (entry.head is None) == (number == 1):
-                raise FileError(
-                    f"{location}: the first line has the machine, the others records: use another "
-                    "folder"
-                )
-            if entry.head is not None:
-                self._check_head(entry.head, study, location)
-            if entry.record is not None:
-                self._records[entry.record.cell.key] = entry.record
-
-    def _check_head(self, head: _Head, study: str, location: str) -> None:
+    @staticmethod
+    def _check_head(head: _Head, study: str, location: str) -> None:
         """Refuse a file of another study."""
         if head.schema != _SCHEMA:
             raise FileError(
@@ -162,7 +143,6 @@ class Records:
                 f"{location}: these are records of the study {head.study!r}, not of {study!r}: use "
                 "another folder"
             )
-        self.machine = head.machine
 
     def add(self, record: Record) -> None:
         """Append a record to the file. Threads may call it at the same time.
@@ -170,22 +150,8 @@ class Records:
         Raises:
             FileError: the file cannot be written.
         """
-        with self._lock:
-            self._append(_Line(record=record))
-            self._records[record.cell.key] = record
-
-    def _append(self, line: _Line) -> None:
-        """Write a line at the end of the file.
-
-        Raises:
-            FileError: it cannot be written.
-        """
-        values = {name: value for name, value in asdict(line).items() if value is not None}
-        try:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(values, separators=(",", ":")) + "\n")
-        except OSError as error:
-            raise FileError(f"cannot write {self.path}: {error.strerror or error}") from error
+        self._file.append(_Line(record=record))
+        self._records[record.cell.key] = record
 
     def get(self, cell: Cell) -> Record | None:
         """Return the record of a cell, or None."""
@@ -196,20 +162,12 @@ class Records:
         return [self._records[cell.key] for cell in cells if cell.key in self._records]
 
 
-def _parse_line(line: str, location: str) -> _Line:
-    """Parse a line of the file.
-
-    Raises:
-        FileError: it is neither the head nor a record.
-    """
-    try:
-        # A run that diverged has losses that are not finite.
-        entry = parse_json(line, _Line, location, kind="record of a study", finite=False)
-    except FileError as error:
-        raise FileError(f"{error}: use another folder, or remove the line") from error
-    if (entry.head is None) == (entry.record is None):
-        raise FileError(
-            f"{location} is no record of a study: it must have 'head' or 'record': use another "
-            "folder, or remove the line"
-        )
-    return entry
+def status_of_error(error: PenstockError) -> Status:
+    """Return the status of a cell that raised an error."""
+    if isinstance(error, PeerMissing):
+        return "missing"
+    if isinstance(error, PeerTimeout):
+        return "timeout"
+    if isinstance(error, Refused) or not isinstance(error, RunError):
+        return "refused"
+    return "failed"

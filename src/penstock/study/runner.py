@@ -11,18 +11,18 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
-from penstock.errors import PenstockError, RunError
+from penstock.errors import PenstockError
 from penstock.files.read import validate
+from penstock.files.text import one_line
 from penstock.peers.catalogue import system
 from penstock.peers.cuts import Cuts
 from penstock.peers.host import Host
 from penstock.peers.hosts import Hosts
-from penstock.peers.messages import PeerMissing, PeerTimeout
-from penstock.peers.team import Refused, Team
+from penstock.peers.team import Team
 from penstock.study.catalogue import STUDIES, StudyEntry
 from penstock.study.cell import Cell
 from penstock.study.in_turn import run_in_turn
-from penstock.study.records import Outcome, Record, Records, Status
+from penstock.study.records import Outcome, Record, Records, status_of_error
 from penstock.study.train_cell import prepare, train_prepared
 
 #: Modules of the process from which cells with a function of their own are forked.
@@ -193,7 +193,7 @@ class _Executor:
             prepared = prepare(cell, self._cuts())
         except PenstockError as error:
             wall_s = _since(started)
-            record = Record(cell, status_of_error(error), reason_of_error(error), wall_s=wall_s)
+            record = Record(cell, status_of_error(error), one_line(error), wall_s=wall_s)
             return lambda: [record]
         limit_s = self._options.limit_s
         return lambda: [_recorded(cell, lambda: train_prepared(prepared, host, log, limit_s), log)]
@@ -226,7 +226,7 @@ def _recorded(cell: Cell, run: Callable[[], Outcome], log: Path) -> Record:
     try:
         outcome = run()
     except PenstockError as error:
-        reason = reason_of_error(error)
+        reason = one_line(error)
         with log.open("a", encoding="utf-8") as file:
             file.write(f"{reason}\n")
         return Record(cell, status_of_error(error), reason, wall_s=_since(started))
@@ -236,22 +236,6 @@ def _recorded(cell: Cell, run: Callable[[], Outcome], log: Path) -> Record:
 def _since(started: float) -> float:
     """Return the seconds since a time, to milliseconds."""
     return round(time.monotonic() - started, 3)
-
-
-def status_of_error(error: PenstockError) -> Status:
-    """Return the status of a cell that raised an error."""
-    if isinstance(error, PeerMissing):
-        return "missing"
-    if isinstance(error, PeerTimeout):
-        return "timeout"
-    if isinstance(error, Refused) or not isinstance(error, RunError):
-        return "refused"
-    return "failed"
-
-
-def reason_of_error(error: PenstockError) -> str:
-    """Return an error's message on one line."""
-    return " ".join(str(error).split())
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 
 from penstock.errors import ChainError
 from penstock.tracing.capture import Form
-from penstock.tracing.variants import Variant, Variants
+from penstock.tracing.variants import Variant, Variants, held_elsewhere
 from penstock.values.constants import Whole
 
 #: Key of the micro-batch's inputs in the value between two layers. They are not sent to other
@@ -132,7 +132,7 @@ class TracedLayer(nn.Module):
     @property
     def draws(self) -> bool:
         """Whether the layer may draw random numbers, in any graph captured so far."""
-        return self._variants.draws(self._index)
+        return self._index in self._variants.drawing
 
     @property
     def index(self) -> int:
@@ -157,10 +157,7 @@ class TracedLayer(nn.Module):
         """
         place = self._places.get(first)
         if place is None:
-            raise ChainError(
-                f"for inputs of this form, layer {self._index} uses {first}, which another layer "
-                "holds: make the chain with an example of this form"
-            )
+            raise ChainError(held_elsewhere(self._index, first))
         members, key = place
         tensor: Tensor = members[key]
         return tensor

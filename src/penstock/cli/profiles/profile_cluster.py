@@ -5,22 +5,21 @@ from __future__ import annotations
 import os
 import re
 import statistics
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
+from penstock.cli.progress_bar import measuring_bar, stderr_console
+from penstock.cluster.local import available_cores
 from penstock.errors import SettingError
 from penstock.store import check_writable
 from penstock.text_table import table
 from penstock.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
-    from penstock.measure.cluster import ClusterMeasurement, Progress
+    from penstock.measure.cluster import ClusterMeasurement
 
 #: Flags of `penstock profile` that a cluster's measurement uses; the others are about a model.
 _CLUSTER_FLAGS = {"cluster", "threads", "repeats", "out", "bind", "json"}
@@ -73,7 +72,7 @@ def profile_cluster(
             measurement = launch(_measure, ranks, spec, repeats, threads, threads=threads)[0]
         finally:
             # A rank that was terminated may have left the cursor hidden by its progress bar.
-            _stderr_console().show_cursor()
+            stderr_console().show_cursor()
     if out is not None:
         measurement.cluster.save(out)
         typer.echo(
@@ -108,7 +107,7 @@ def _refuse_model_flags(context: typer.Context) -> None:
 def _load_warning() -> str | None:
     """Return a warning if other programs use at least half of the host's cores, else None."""
     try:
-        load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
+        load, cores = os.getloadavg()[0], available_cores()
     except OSError:
         return None
     if load < cores / 2:
@@ -160,45 +159,11 @@ def _measure(spec: str, repeats: int, threads: int) -> ClusterMeasurement:
 
     join()
     torch.set_num_threads(threads)
-    with _progress_bar(visible=dist.get_rank() == 0) as progress:
+    with measuring_bar(visible=dist.get_rank() == 0) as progress:
         device = torch.device(assign_device().device)
         return measure_cluster(
             spec.replace("here", "measured"), device, repeats=repeats, progress=progress
         )
-
-
-@contextmanager
-def _progress_bar(visible: bool) -> Iterator[Progress]:
-    """Show a progress bar on the terminal, on the one rank where it is visible."""
-    from rich.progress import Progress as Bar
-
-    console = _stderr_console()
-    # Redrawn at each step only: a thread that redraws it would distort the measurement.
-    with Bar(
-        console=console,
-        transient=True,
-        disable=not (visible and console.is_terminal),
-        auto_refresh=False,
-    ) as bar:
-        progress_task = bar.add_task("measuring", total=None)
-
-        def show_progress(completed: int, total: int, subject: str) -> None:
-            bar.update(
-                progress_task,
-                completed=completed,
-                total=total,
-                description=f"measuring {subject}",
-                refresh=True,
-            )
-
-        yield show_progress
-
-
-def _stderr_console() -> Console:
-    """Return a console on standard error."""
-    from rich.console import Console
-
-    return Console(stderr=True)
 
 
 def _print_measurement(measurement: ClusterMeasurement) -> None:

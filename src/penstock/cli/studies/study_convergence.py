@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json as json_module
-import os
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
@@ -13,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from penstock.cli.progress_bar import bar_with_lines
+from penstock.cluster.local import available_cores
 from penstock.errors import RunError, SettingError
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def run(flags: Flags, out: Path | None, jobs: int | None, *, json: bool) -> None
 
     experiment = _experiment(flags)
     folder = out or Path("runs") / (f"{NAME}-quick" if flags.quick else NAME)
-    cores = len(os.sched_getaffinity(0))
+    cores = available_cores()
     measured = not flags.quick if flags.measure is None else flags.measure
     with _progress(json) as (start_cases, say):
         results = Study(experiment, folder, jobs or cores, measured).run(start_cases, say)
@@ -132,32 +132,19 @@ def _progress(quiet: bool) -> Iterator[tuple[Callable[[int], Report], Callable[[
         A function that takes the number of cases and returns the one to call with each result; and
         a function that prints a message.
     """
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-    )
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 
     from penstock.study.convergence.records import Record
     from penstock.study.convergence.runner import Failed
     from penstock.study.convergence.tasks import study_task
 
-    console = Console(file=sys.stderr)
     columns = (
         TextColumn("{task.description}"),
         BarColumn(bar_width=24),
         MofNCompleteColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=console, disable=quiet or not console.is_terminal) as bar:
-
-        def say(message: str) -> None:
-            """Print a message."""
-            if not quiet:
-                console.print(message, highlight=False, markup=False, soft_wrap=True)
+    with bar_with_lines(*columns, quiet=quiet) as (bar, say):
 
         def start_cases(cases: int) -> Report:
             """Start the bar for a number of cases."""

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import json as json_module
 import os
-import sys
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 import typer
 
+from penstock.cli.progress_bar import bar_with_lines
 from penstock.cli.studies.study_convergence import NAME as CONVERGENCE
 from penstock.errors import SettingError, UnknownName
+from penstock.text_table import aligned
 from penstock.units import format_seconds
 
 if TYPE_CHECKING:
+    from rich.progress import Progress as Bar
+
     from penstock.study.catalogue import StudyEntry
     from penstock.study.cell import Cell
     from penstock.study.records import Record
@@ -69,9 +71,7 @@ def print_studies(*, json: bool) -> None:
     if json:
         print(json_module.dumps(dict(sorted(abouts.items())), indent=1))
         return
-    width = max(map(len, abouts))
-    for name, about in sorted(abouts.items()):
-        print(f"{name.ljust(width)}  {about}")
+    print("\n".join(line.rstrip() for line in aligned(sorted(abouts.items()))))
 
 
 def install_peers(names: Sequence[str]) -> None:
@@ -125,8 +125,11 @@ def run(name: str, flags: Flags, *, json: bool) -> None:
         PenstockError: the study, a setting or the folder is not valid.
         RunError: no cell has a result.
     """
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+
     from penstock.peers.environments import find_environments
     from penstock.report.text import report_text
+    from penstock.study.report_files import write_report
     from penstock.study.run_study import run_study
     from penstock.study.runner import NO_LIMIT_S, RunOptions
 
@@ -144,10 +147,15 @@ def run(name: str, flags: Flags, *, json: bool) -> None:
         realtime=flags.realtime,
         environments=find_environments(flags.environments),
     )
-    with _Progress(quiet=json) as progress:
-        study_run = run_study(entry, settings, options, progress, flags.only)
+    columns = (
+        MofNCompleteColumn(),
+        BarColumn(bar_width=24),
+        TextColumn("{task.fields[left]}  {task.description}"),
+    )
+    with bar_with_lines(*columns, quiet=json) as (bar, say):
+        study_run = run_study(entry, settings, options, _Progress(bar, say), flags.only)
     print(_as_json(study_run) if json else report_text(study_run.report))
-    _write_files(study_run, options.folder)
+    write_report(study_run.report, options.folder)
     typer.echo(f"results are in {options.folder}", err=True)
 
 
@@ -163,13 +171,6 @@ def _check_realtime(entry: StudyEntry) -> None:
         )
     if os.geteuid() != 0:
         raise SettingError("--realtime: only root may run processes before all others")
-
-
-def _write_files(study_run: StudyRun, folder: Path) -> None:
-    """Write the report as HTML, Markdown with SVG, and CSV."""
-    from penstock.study.report_files import write_report
-
-    write_report(study_run.report, folder)
 
 
 def _as_json(study_run: StudyRun) -> str:
@@ -192,30 +193,12 @@ def _as_json(study_run: StudyRun) -> str:
     return json_module.dumps(content, indent=1)
 
 
-class _Progress(AbstractContextManager["_Progress"]):
-    """Prints a line per cell that ends, and shows a bar on a terminal."""
+class _Progress:
+    """Prints a line per cell that ends, and updates a bar."""
 
-    def __init__(self, *, quiet: bool) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
-        self._quiet = quiet
-        self._console = Console(file=sys.stderr)
-        columns = (
-            MofNCompleteColumn(),
-            BarColumn(bar_width=24),
-            TextColumn("{task.fields[left]}  {task.description}"),
-        )
-        disabled = quiet or not self._console.is_terminal
-        self._bar = Progress(*columns, console=self._console, disable=disabled)
-        self._task = self._bar.add_task("", total=None, left="")
-
-    def __enter__(self) -> Self:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
+    def __init__(self, bar: Bar, say: Callable[[str], None]) -> None:
+        self._bar, self._say = bar, say
+        self._task = bar.add_task("", total=None, left="")
 
     def start(self, pending: int, total: int) -> None:
         """See `penstock.study.runner.Progress`."""
@@ -236,8 +219,3 @@ class _Progress(AbstractContextManager["_Progress"]):
         if not record.ok:
             detail = f"{record.status}: {record.reason}"
         self._say(f"{record.cell}: {detail} ({left})")
-
-    def _say(self, message: str) -> None:
-        """Print a line."""
-        if not self._quiet:
-            self._console.print(message, highlight=False, markup=False, soft_wrap=True)

@@ -14,10 +14,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.errors import SettingError
-from penstock.grad.saved_version import observing_saved_tensors
 from penstock.grad.split import input_grad, weight_grad
 from penstock.measure.example_samples import checked_tensors, tensors_in
-from penstock.measure.saved_storages import SavedStorages
+from penstock.measure.saved_storages import ActivationBytes, activation_bytes
 from penstock.measure.timed_passes import Loss, WithLoss, bytes_of, named_failure
 from penstock.measure.work.layer_signature import Signature, layer_signature, value_signature
 from penstock.measure.work.op_work import OpWork, op_work
@@ -35,20 +34,6 @@ class _CountedLayer:
 
     phases: dict[str, list[OpWork]]
     output_bytes: int
-
-
-@final
-@dataclass(frozen=True)
-class _ActivationBytes:
-    """Bytes of a layer's activations for the larger number of samples.
-
-    Attributes:
-        saved: for its backward.
-        entry: besides, if a stage begins with the layer: its input.
-    """
-
-    saved: int
-    entry: int
 
 
 def count(
@@ -91,7 +76,13 @@ def count(
             _count_size(traced, modules, signatures, example, size) for size in SIZES
         )
         inputs = _fake_inputs(modules, example, SIZES[-1])
-        activations = _activation_bytes(modules, signatures, inputs)
+        activations = activation_bytes(
+            modules,
+            inputs,
+            # Fake tensors have no memory whose address could identify them.
+            lambda tensor: tensor.untyped_storage()._cdata,
+            lambda index, value: (signatures[index], value_signature(value)),
+        )
     layers = []
     for index, (small, large) in enumerate(zip(small_layers, large_layers, strict=True)):
         layers.append(_layer_counts(traced, index, small, large, activations[index]))
@@ -261,43 +252,12 @@ def _detached_inputs(value: Any, *, needs_grad: bool) -> tuple[Any, list[Tensor]
     return pytree.tree_map_only(Tensor, detach, value), leaves
 
 
-def _activation_bytes(
-    modules: Sequence[nn.Module], signatures: Sequence[Signature], value: Any
-) -> list[_ActivationBytes]:
-    """Return the activation bytes of every layer.
-
-    Each storage counts at the first layer that saves it. A stage that begins with a layer also
-    saves its input, unless that counts at this layer or a later one.
-    """
-    # Fake tensors have no memory whose address could identify them.
-    saved = SavedStorages(modules, lambda tensor: tensor.untyped_storage()._cdata)
-    inputs: list[list[Tensor]] = []
-    keys: list[object] = []
-    repeated: dict[int, int] = {}
-    with observing_saved_tensors(saved.add):
-        for index, module in enumerate(modules):
-            keys.append((signatures[index], value_signature(value)))
-            if len(keys) > 2 and keys[-1] == keys[-2] == keys[-3]:
-                # The input is the output of an equal layer, which itself followed an equal one: so
-                # this layer saves as much as that one.
-                saved.counts[index], repeated[index] = saved.counts[index - 1], index - 1
-                inputs.append([])
-                continue
-            saved.layer = index
-            inputs.append(tensors_in(value))
-            value = module(value)
-    entries = [saved.entry_bytes(index, row) for index, row in enumerate(inputs)]
-    for index, previous in repeated.items():
-        entries[index] = entries[previous]
-    return [_ActivationBytes(*both) for both in zip(saved.counts, entries, strict=True)]
-
-
 def _layer_counts(
     traced: TracedChain,
     index: int,
     small: _CountedLayer,
     large: _CountedLayer,
-    activations: _ActivationBytes,
+    activations: ActivationBytes,
 ) -> LayerCounts:
     """Return the counts of one layer.
 
@@ -309,18 +269,15 @@ def _layer_counts(
     """
     layer, weights = traced.layers[index], traced.description.weights[index]
     reserve_bytes = sum(work.reserve_bytes for work in large.phases["forward"])
-    works = {phase: fit_lines(small.phases[phase], large.phases[phase]) for phase in _PHASES}
+    fields: dict[str, Any] = dict(vars(weights))
+    for phase in _PHASES:
+        fields[phase] = fit_lines(small.phases[phase], large.phases[phase])
     samples = SIZES[-1]
     return LayerCounts(
         name=layer.name,
         kind=layer.kind,
-        parameters=weights.parameters,
-        parameter_bytes=weights.parameter_bytes,
-        buffer_bytes=weights.buffer_bytes,
-        tensor_bytes=weights.tensor_bytes,
-        tied_tensors=weights.tied_tensors,
         activation_bytes_per_sample=(activations.saved + reserve_bytes) / samples,
         output_bytes_per_sample=large.output_bytes / samples,
         entry_bytes_per_sample=activations.entry / samples,
-        **works,
+        **fields,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +19,7 @@ from penstock.search.planners.replicated_stages import (
     check_size,
     least_memory,
     likely_counts,
+    micro_batches_that_fit,
     pack_devices,
     plan_of_least,
     replicated_proposal,
@@ -114,20 +116,13 @@ def tables(
     activation_bytes = ranges.activation_bytes
     table: Numbers = np.full((layers + 1, layers + 1, ranks + 1), np.inf)
     most_stages: NDArray[np.int64] = np.zeros(table.shape, np.int64)
-    order = [
-        rank for node in request.cluster.by_node(range(request.cluster.ranks)) for rank in node
-    ]
+    order = [*chain.from_iterable(request.cluster.by_node(range(ranks)))]
     for size in submeshes(request.cluster):
         if size > min(request.copies_allowed, count):
             continue
         sync_s = sync_seconds(order[:size], ranges.parameter_bytes, request.cluster)
         table[:, :, size] = ranges.seconds / size + sync_s / count
-        # The inner `where` only avoids a division by 0: its 1.0 is not taken.
-        in_flight = np.where(
-            activation_bytes > 0,
-            size * room / np.where(activation_bytes > 0, activation_bytes, 1.0),
-            np.where(room >= 0, layers, 0),
-        )
+        in_flight = micro_batches_that_fit(size * room, activation_bytes)
         most_stages[:, :, size] = np.clip(np.floor(in_flight), 0, layers)
     table[np.tril_indices(layers + 1)] = np.inf
     return table, most_stages

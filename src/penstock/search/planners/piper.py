@@ -4,7 +4,6 @@ slowest stage.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -22,6 +21,7 @@ from penstock.search.planners.replicated_stages import (
     check_size,
     least_memory,
     likely_counts,
+    micro_batches_that_fit,
     pack_devices,
     plan_of_least,
     replicated_proposal,
@@ -118,13 +118,7 @@ def tables(
         saved, working = np.broadcast_to(inputs[:, None], work.shape), ranges.activation_bytes
     weights = request.state_per_parameter_byte * ranges.parameter_bytes
     room = least_memory(request) - weights - working
-    # Stages that save nothing hold any number, if their weights fit. The inner `where` only avoids a
-    # division by 0.
-    in_flight = np.floor(
-        np.where(
-            saved > 0, room / np.where(saved > 0, saved, 1.0), np.where(room >= 0, math.inf, -1.0)
-        )
-    )
+    in_flight = np.floor(micro_batches_that_fit(room, saved))
     table: Numbers = np.full((layers + 1, layers + 1, ranks + 1), np.inf)
     most_stages: NDArray[np.int64] = np.zeros(table.shape, np.int64)
     for replicas in range(1, min(ranks, request.copies_allowed, count) + 1):

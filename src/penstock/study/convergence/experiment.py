@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Literal, NamedTuple
 
 from penstock.errors import PenstockError, SettingError
+from penstock.files.text import one_line
 from penstock.schedule.op import Schedule
 from penstock.search.schedules import schedule
 from penstock.study.convergence.stage_cut import cut_into_stages
@@ -203,7 +204,7 @@ class Experiment:
                 try:
                     micro_batches = self._micro_batches_for(rule, stages)
                 except PenstockError as error:
-                    yield Refused(task.name, rule, stages, " ".join(str(error).split()))
+                    yield Refused(task.name, rule, stages, one_line(error))
                     continue
                 optimizer = self._optimizer_for(rule)
                 options: tuple[tuple[str, float], ...] = ()

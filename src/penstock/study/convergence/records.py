@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.errors import FileError
-from penstock.files.read import parse_json
-from penstock.files.text import read_text
 from penstock.study.convergence.experiment import Case, Group
+from penstock.study.record_lines import RecordLines
 
 #: Decimals to which losses are stored.
 _LOSS_DECIMALS = 4
@@ -48,9 +45,6 @@ class Measured:
     seconds_per_batch: float
 
 
-Entry = Record | Measured
-
-
 @dataclass(frozen=True)
 class _Line:
     """A line of the file: one of the two kinds of entries."""
@@ -60,7 +54,7 @@ class _Line:
 
 
 class RecordFile:
-    """The file `records.jsonl` of a study's folder: one line of JSON per record.
+    """The records of a study, and the file that stores them.
 
     Attributes:
         path: of the file.
@@ -72,67 +66,30 @@ class RecordFile:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.path = folder / "records.jsonl"
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            with self.path.open("a", encoding="utf-8"):
-                pass
-            text = read_text(self.path, "records of the study")
-            # An incomplete last line is left by a power cut: drop it, so that its case runs again.
-            complete = text[: text.rfind("\n") + 1]
-            if complete != text:
-                self.path.write_text(complete, encoding="utf-8")
-        except OSError as error:
-            raise FileError(
-                f"cannot store records in {folder}: {error.strerror or error}"
-            ) from error
+        self._file = RecordLines(folder, _Line)
+        self.path = self._file.path
         self.records: dict[str, Record] = {}
         self.measured: dict[Group, float] = {}
-        for number, line in enumerate(complete.splitlines(), start=1):
-            self._insert(_parse_line(line, f"{self.path}, line {number}"))
+        for line in self._file.lines:
+            self._insert(line)
 
-    def add(self, entry: Entry) -> None:
+    def add(self, entry: Record | Measured) -> None:
         """Append an entry to the file.
 
         Raises:
             FileError: the file cannot be written.
         """
-        kind = "record" if isinstance(entry, Record) else "measured"
-        line = json.dumps({kind: asdict(entry)}, separators=(",", ":"))
-        try:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(line + "\n")
-        except OSError as error:
-            raise FileError(f"cannot write {self.path}: {error.strerror or error}") from error
-        self._insert(entry)
+        line = _Line(record=entry) if isinstance(entry, Record) else _Line(measured=entry)
+        self._file.append(line)
+        self._insert(line)
 
     def of(self, cases: Iterable[Case]) -> list[Record]:
         """Return the records of those cases that have one, in the order of the cases."""
         return [self.records[case.key] for case in cases if case.key in self.records]
 
-    def _insert(self, entry: Entry) -> None:
-        """Add an entry to the records in memory."""
-        if isinstance(entry, Record):
-            self.records[entry.case.key] = entry
-        else:
-            self.measured[entry.group] = entry.seconds_per_batch
-
-
-def _parse_line(line: str, location: str) -> Entry:
-    """Parse a line of the file.
-
-    Raises:
-        FileError: the line is no record; the message names `location`.
-    """
-    try:
-        # A run that diverged has losses that are not finite.
-        entries = parse_json(line, _Line, location, kind="record of a study", finite=False)
-    except FileError as error:
-        raise FileError(f"{error}: use another folder, or remove the line") from error
-    entry = entries.record or entries.measured
-    if entry is None or (entries.record and entries.measured):
-        raise FileError(
-            f"{location} is no record of a study: it has neither or both of 'record' and "
-            "'measured': use another folder, or remove the line"
-        )
-    return entry
+    def _insert(self, line: _Line) -> None:
+        """Add a line of the file to the entries in memory."""
+        if line.record is not None:
+            self.records[line.record.case.key] = line.record
+        if line.measured is not None:
+            self.measured[line.measured.group] = line.measured.seconds_per_batch

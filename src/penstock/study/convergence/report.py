@@ -9,6 +9,7 @@ from penstock.study.convergence.experiment import BASELINE, Group
 from penstock.study.convergence.results import SHARE, Results
 from penstock.study.convergence.tasks import StudyTask, study_task
 from penstock.study.statistics import Spread, final_loss
+from penstock.text_table import table
 from penstock.units import format_seconds
 from penstock.weights.catalogue import weight_rule
 
@@ -28,8 +29,8 @@ HEAD = (
     "speed-up",
     "conclusion",
 )
-#: Columns that are aligned to the left: the rule and the conclusion.
-_LEFT_ALIGNED = (0, 13)
+#: Columns that are aligned to the right: all between the rule and the conclusion.
+_RIGHT_ALIGNED = range(1, 13)
 
 
 def rows(results: Results, task: str) -> list[tuple[str, ...]]:
@@ -109,21 +110,9 @@ def _conclusion_cell(results: Results, group: Group) -> str:
     return str(conclusion.standing.value)
 
 
-def aligned(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
-    """Write a table with aligned columns."""
-    widths = [max(map(len, column)) for column in zip(head, *body, strict=True)]
-    lines = []
-    for row in (head, *body):
-        cells = []
-        for column, (cell, width) in enumerate(zip(row, widths, strict=True)):
-            cells.append(cell.ljust(width) if column in _LEFT_ALIGNED else cell.rjust(width))
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
-
-
 def markdown(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
     """Write a table in Markdown."""
-    marks = ["---" if column in _LEFT_ALIGNED else "--:" for column in range(len(head))]
+    marks = ["--:" if column in _RIGHT_ALIGNED else "---" for column in range(len(head))]
     return "\n".join(f"| {' | '.join(row)} |" for row in (head, marks, *body))
 
 
@@ -133,7 +122,7 @@ def text(results: Results) -> str:
     for task in results.experiment.tasks:
         if results.of_task(task):
             lines.append(_title(results, study_task(task)))
-            lines.append(aligned(HEAD, rows(results, task)))
+            lines.append(table(HEAD, rows(results, task), right=_RIGHT_ALIGNED))
             lines += results.sentences(task)
             lines.append("")
     return "\n".join([*lines, *_notes(results)])

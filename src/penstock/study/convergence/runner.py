@@ -9,12 +9,13 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
 from penstock.errors import PenstockError, RunError
+from penstock.files.text import one_line
+from penstock.measure.torch_threads import torch_threads
 from penstock.study.convergence.experiment import Case
 from penstock.study.convergence.records import Record, RecordFile
 from penstock.study.convergence.train_case import train_case
@@ -73,23 +74,13 @@ def _try_case(case: Case) -> Record | Failed:
     try:
         return train_case(case)
     except PenstockError as error:
-        return Failed(case, " ".join(str(error).split()))
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Let torch compute with one thread, so that sums are the same wherever a case runs."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+        return Failed(case, one_line(error))
 
 
 def _run_in_this_process(cases: Sequence[Case]) -> Iterator[Record | Failed]:
     """Run cases one after the other."""
-    with one_thread():
+    # With one thread, as in the other processes, so that sums are the same wherever a case runs.
+    with torch_threads(1):
         yield from map(_try_case, cases)
 
 

@@ -4,15 +4,16 @@ figures.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from penstock.cluster.local import available_cores
 from penstock.draw.output import write
 from penstock.errors import RunError
+from penstock.files.text import one_line
 from penstock.measure.profiler import machine_facts
 from penstock.profile.profile import Profile
 from penstock.study.convergence.experiment import Case, Experiment, Group
@@ -113,7 +114,7 @@ class Study:
         """Time batches of the cases that have no more ranks than the host has cores, one case after
         the other, and return those that failed.
         """
-        cores = len(os.sched_getaffinity(0))
+        cores = available_cores()
         failed = []
         for group, case in case_of_group.items():
             if group in record_file.measured or not 1 < case.programs.ranks <= cores:
@@ -125,7 +126,7 @@ class Study:
             try:
                 record_file.add(measure(case))
             except RunError as error:
-                failed.append(Failed(case, " ".join(str(error).split())))
+                failed.append(Failed(case, one_line(error)))
         return failed
 
     def _lengths(self) -> dict[tuple[str, int], list[int]]:

@@ -15,10 +15,11 @@ from torch.nn.functional import cross_entropy
 from penstock.cluster.local import available_memory_bytes
 from penstock.errors import FileError, MissingExtra, SettingError
 from penstock.files.read import read_json
-from penstock.files.text import quote, shorten
+from penstock.files.text import one_line, quote, shorten
 from penstock.training.data.batches import Dataset
 from penstock.training.scores import scores_of
 from penstock.units import format_bytes
+from penstock.zoo.gpt import gpt_loss
 
 #: Weights in a folder of Hugging Face.
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
@@ -178,7 +179,7 @@ def _configuration(file: Path, options: Mapping[str, Any]) -> Any:
     try:
         config = CONFIG_MAPPING[kind].from_dict(values)
     except Exception as error:  # of the class of the configuration, which checks its values
-        reason = ascii(" ".join(str(error).split()))[1:-1]
+        reason = ascii(one_line(error))[1:-1]
         raise FileError(f"{file} is no configuration of {kind}: {shorten(reason)}") from error
     for name in options:
         if not hasattr(config, name):
@@ -188,7 +189,7 @@ def _configuration(file: Path, options: Mapping[str, Any]) -> Any:
         try:
             config = CONFIG_MAPPING[kind].from_dict({**config.to_dict(), **options})
         except Exception as error:
-            reason = ascii(" ".join(str(error).split()))[1:-1]
+            reason = ascii(one_line(error))[1:-1]
             raise SettingError(f"--model-option: {shorten(reason)}") from error
     # Training does not use the cache of keys and values, which would cross the stages.
     config.use_cache = False
@@ -227,7 +228,7 @@ def token_loss(output: Any, targets: Tensor) -> Tensor:
         output: of the model; `logits` are (batch, tokens, vocabulary).
         targets: int64 (batch, tokens), the token that follows each token of the input.
     """
-    return cross_entropy(scores_of(output).flatten(0, 1), targets.flatten())
+    return gpt_loss(scores_of(output), targets)
 
 
 def class_loss(output: Any, targets: Tensor) -> Tensor:
