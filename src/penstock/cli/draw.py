@@ -130,10 +130,15 @@ def draw(
             "against": against,
             "option": option,
             "batches": batches,
-            "recompute": recompute,
+            "recompute": None if recompute == "never" else recompute,
             **costs,
+            "forward": None if forward == "1" else forward,
         }
-        _refuse_schedule_flags(source, schedule_flags)
+        options.refuse_flags(
+            f"describes a schedule, and {source} has its own: leave it out, or name a schedule by "
+            "--schedule or --csv",
+            **schedule_flags,
+        )
         target = _output(files[1:])
         if target == source:
             raise SettingError(f"{target} would be replaced by its drawing: name another output")
@@ -158,21 +163,6 @@ def draw(
         return
     draw_timelines(timelines, target)
     typer.echo(f"wrote {target}", err=True)
-
-
-def _refuse_schedule_flags(source: Path, flags: dict[str, Any]) -> None:
-    """Refuse flags of a schedule beside a plan or a run, which has its own.
-
-    Raises:
-        SettingError: one of them is set.
-    """
-    defaults = {"forward": "1", "recompute": "never"}
-    for name, value in flags.items():
-        if value and value != defaults.get(name):
-            raise SettingError(
-                f"--{name.replace('_', '-')} describes a schedule, and {source} has its own: leave "
-                "it out, or name a schedule by --schedule or --csv"
-            )
 
 
 def _output(words: list[Path]) -> Path | None:

@@ -140,20 +140,18 @@ def _print_comparison(comparison: list[ScheduleFigures], *, grouped: bool) -> No
 
 def _cells(figures: ScheduleFigures) -> tuple[str, ...]:
     """Return the cells of a schedule's table row, in the order of `HEAD`."""
+    from penstock.draw.facts import percent
+    from penstock.draw.scale import format_number
+
     return (
         str(figures.stages),
-        f"{figures.bubble_ratio:.1%}".replace("%", " %"),
-        f"{figures.span_bubble_ratio:.1%}".replace("%", " %"),
-        _short(figures.makespan),
-        _short(figures.in_flight),
-        _short(figures.weights),
+        percent(figures.bubble_ratio),
+        percent(figures.span_bubble_ratio),
+        format_number(figures.makespan, 2),
+        format_number(figures.in_flight, 2),
+        format_number(figures.weights, 2),
         _yes_or_no(figures.splits_backward),
     )
-
-
-def _short(number: float) -> str:
-    """Write a number with up to two decimals."""
-    return f"{number:.2f}".rstrip("0").rstrip(".")
 
 
 def _yes_or_no(flag: bool) -> str:

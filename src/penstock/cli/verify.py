@@ -19,7 +19,7 @@ from penstock.cli.flags.options import (
     Stages,
 )
 from penstock.cli.self_check import CheckOptions, compare_with_one_device
-from penstock.errors import ScheduleError, SettingError
+from penstock.errors import ScheduleError
 
 if TYPE_CHECKING:
     from penstock.schedule.lower import LoweredSchedule
@@ -87,35 +87,31 @@ def verify(
     """
     model_settings = replace(flags, model=train).settings()
     if train is None:
-        if model_settings:
-            # The flag of the setting `model_options` is --model-option.
-            flag = next(iter(model_settings)).replace("_", "-").removesuffix("s")
-            raise SettingError(f"--{flag} belongs to --model, which is missing")
-        _refuse_flags(
+        options.refuse_flags("belongs to --model, which is missing", **vars(flags))
+        options.refuse_flags(
             "belongs to --train, which is missing",
             plan=plan,
             batch=batch,
             recompute=recompute,
             autocast=autocast,
             tolerance=tolerance,
-            # A flag without a value is False when it is not set.
-            threads=threads or None,
+            threads=threads,
         )
         checked, lowered = _schedule_to_check(schedule, stages, micro_batches, csv, option)
         _check(checked, lowered, in_flight_limit, weights, json)
         return
-    _refuse_flags("does not go with --train", in_flight_limit=in_flight_limit)
+    options.refuse_flags("does not go with --train", in_flight_limit=in_flight_limit)
     trained_schedule = None
     if plan is None:
         trained_schedule = _schedule_to_train(schedule, stages, micro_batches, csv, option)
     else:
-        _refuse_flags(
+        options.refuse_flags(
             "does not go with --plan, which contains its schedule",
             schedule=schedule,
             stages=stages,
             micro_batches=micro_batches,
             csv=csv,
-            option=option or None,
+            option=option,
         )
     agrees = compare_with_one_device(
         trained_schedule,
@@ -142,17 +138,6 @@ def _schedule_to_check(
         # With --csv and another flag, this refuses the combination.
         return options.resolve_schedule(name, stages, micro_batches, csv, option), None
     return load_csv(csv)
-
-
-def _refuse_flags(reason: str, **flags: object) -> None:
-    """Refuse the flags that are set, by the names of their parameters.
-
-    Raises:
-        SettingError: a value is not None.
-    """
-    for name, value in flags.items():
-        if value is not None:
-            raise SettingError(f"--{name.replace('_', '-')} {reason}")
 
 
 def _schedule_to_train(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from penstock.draw.facts import busy_shares, percent, stages_of_rank
 from penstock.draw.scale import Clock, format_number
@@ -12,6 +13,8 @@ from penstock.explore.evaluate import Panel, Result, overfull_ranks
 from penstock.explore.state import State
 from penstock.simulate.steady_state import Steady
 from penstock.units import format_bytes
+
+Figure = TypeVar("Figure")
 
 #: With more ranks than this, the table per rank has the fullest ranks only.
 MAX_RANK_ROWS = 32
@@ -79,36 +82,43 @@ def key_figures(state: State, panels: Sequence[Panel]) -> tuple[Row, ...]:
             "makespan",
             "seconds from the first op to the end of the last; of an asynchronous schedule, of all "
             "batches shown",
-            [None if result is None else result.timeline.makespan for result in results],
+            _of_each(results, lambda result: result.timeline.makespan),
             clock.exact,
         ),
         _ranked(
             "makespan per micro-batch",
             "makespan / micro-batches of all batches shown",
-            [None if result is None else _seconds_per_micro_batch(result) for result in results],
+            _of_each(results, _seconds_per_micro_batch),
             clock.exact,
         ),
         _ranked(
             "bubble ratio",
             "idle time of all ranks / (ranks x makespan)",
-            [None if result is None else result.timeline.bubble_ratio for result in results],
+            _of_each(results, lambda result: result.timeline.bubble_ratio),
             percent,
         ),
         _ranked(
             "micro-batches in flight",
             "on the fullest rank, all its stages together: the forward has run, the backward not",
-            [None if result is None else max(_in_flight(state, result)) for result in results],
+            _of_each(results, lambda result: max(_in_flight(state, result))),
             lambda value: format_number(value, 2),
         ),
         _ranked(
             "peak memory",
             "of the fullest rank: weights, activations and messages",
-            [None if result is None else _peak_memory(result) for result in results],
+            _of_each(results, _peak_memory),
             format_bytes,
         ),
         *_text_rows(state, results),
     ]
     return tuple(row for row in rows if any(row.cells))
+
+
+def _of_each(
+    results: Sequence[Result | None], figure: Callable[[Result], Figure | None]
+) -> list[Figure | None]:
+    """Return a figure of each result; None where there is no result."""
+    return [None if result is None else figure(result) for result in results]
 
 
 def _text_rows(state: State, results: Sequence[Result | None]) -> list[Row]:
@@ -117,24 +127,18 @@ def _text_rows(state: State, results: Sequence[Result | None]) -> list[Row]:
         _row(
             "ranks over the limit",
             "ranks whose peak memory exceeds the limit",
-            [None if result is None else _overfull_text(state, result) for result in results],
+            _of_each(results, lambda result: _overfull_text(state, result)),
         ),
         _row(
             "stages, ranks",
             "stages of the model, and ranks that run them",
-            [
-                None if result is None else f"{result.whole.stages}, {result.whole.ranks}"
-                for result in results
-            ],
+            _of_each(results, lambda result: f"{result.whole.stages}, {result.whole.ranks}"),
         ),
         _row(
             "copies of weights",
             "on the fullest rank, in stages: more than its stages if it "
             "stores several versions or both directions",
-            [
-                None if result is None else format_number(max(result.weight_copies), 2)
-                for result in results
-            ],
+            _of_each(results, lambda result: format_number(max(result.weight_copies), 2)),
         ),
     ]
 

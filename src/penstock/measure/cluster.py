@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 
 from penstock.cluster.device import DTYPES, Device, Kind, Link
-from penstock.cluster.local import LOOPBACK, available_memory_bytes
+from penstock.cluster.local import available_memory_bytes
 from penstock.cluster.machines import Cluster
 from penstock.errors import SettingError
 from penstock.measure.device_benchmarks import Load, benchmark_loads, time_load
 from penstock.measure.device_kinds import equally_fast, name_by_kind, processor_name
 from penstock.measure.fit import Fit, fit, rounded_link, short_seconds, short_value
-from penstock.measure.host_links import network_link, with_busy_seconds
+from penstock.measure.host_links import cluster_of_hosts, network_link, with_busy_seconds
 from penstock.measure.messages import (
     Times,
     Wires,
@@ -355,21 +355,19 @@ def _cluster(
             internal_pairs.setdefault(node, []).append(pair)
         else:
             network_pairs.append(pair)
-    internal_links = _internal_links(internal_pairs, at_once)
-    # A cluster has links of both kinds, also where no pair of ranks uses one of them.
+    internal_links = tuple(
+        (node, _link(internal_pairs[node], at_once)) for node in sorted(internal_pairs)
+    )
     any_internal = next((link for _, link in internal_links), None)
     network_times = [pair.times for pair in network_pairs]
     network = rounded_link(network_link(network_times, _SHARED_ABOVE)) if network_times else None
-    return Cluster(
+    return cluster_of_hosts(
         name,
-        tuple(devices[node] for node in node_of),
-        1,
-        any_internal or network or LOOPBACK,
-        network or any_internal or LOOPBACK,
-        node_of,
-        internal_links,
+        [rank.host for rank in ranks],
+        [devices[node] for node in node_of],
+        (any_internal, network),
         f"measured by `penstock profile --cluster` on {', '.join(hosts)}, {os.cpu_count()} cores",
-        tuple(hosts) if len(hosts) > 1 else (),
+        internal_links,
     )
 
 
@@ -381,13 +379,6 @@ def _host_devices(
     for host in hosts:
         medians.append(_median_device([rank.device for rank in ranks if rank.host == host]))
     return name_by_kind(medians, [speeds[host] for host in hosts])
-
-
-def _internal_links(
-    internal_pairs: Mapping[int, Sequence[PairMeasurement]], at_once: float
-) -> tuple[tuple[int, Link], ...]:
-    """Return the node and the link of every node with several ranks, by node."""
-    return tuple((node, _link(internal_pairs[node], at_once)) for node in sorted(internal_pairs))
 
 
 def _median_device(devices: Sequence[Device]) -> Device:

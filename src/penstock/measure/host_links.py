@@ -11,7 +11,9 @@ from typing import Final
 import torch
 import torch.distributed as dist
 
-from penstock.cluster.device import Link
+from penstock.cluster.device import Device, Link
+from penstock.cluster.local import LOOPBACK
+from penstock.cluster.machines import Cluster
 from penstock.measure.busy_messages import busy_seconds_per_byte, send_seconds
 from penstock.measure.messages import Times, Wires, settled_seconds
 from penstock.transport.collectives import broadcast
@@ -60,6 +62,40 @@ def measure_host_links(hosts: Sequence[str]) -> tuple[Link | None, Link | None]:
             inside_link, cpu_s_per_byte=None, cpu_s_per_message=None, busy_s_per_byte=None
         )
     return inside_link, _median_link(between, wires)
+
+
+def cluster_of_hosts(
+    name: str,
+    hosts: Sequence[str],
+    devices: Sequence[Device],
+    links: tuple[Link | None, Link | None],
+    source: str,
+    insides: tuple[tuple[int, Link], ...] = (),
+) -> Cluster:
+    """Return the cluster of some ranks, whose nodes are their hosts in the order of first ranks.
+
+    Args:
+        name: of the cluster.
+        hosts: per rank.
+        devices: per rank.
+        links: between ranks of a host, and between hosts; None where no ranks have such a link.
+        source: how the cluster was measured.
+        insides: links of hosts that have one of their own, by the number of the host.
+    """
+    names = list(dict.fromkeys(hosts))
+    inside, between = links
+    return Cluster(
+        name,
+        tuple(devices),
+        1,
+        # A cluster has links of both kinds, also where no pair of ranks uses one of them.
+        inside or between or LOOPBACK,
+        between or inside or LOOPBACK,
+        tuple(names.index(host) for host in hosts),
+        insides,
+        source,
+        tuple(names) if len(names) > 1 else (),
+    )
 
 
 def _median_link(pairs: Sequence[tuple[int, int]], wires: Wires) -> Link | None:

@@ -156,24 +156,24 @@ class _Equations:
     @classmethod
     def of(cls, samples: Sequence[Sample], roof: Roof) -> _Equations:
         """Create the equations of samples at a roof."""
-        rows = [
-            (number, work, sample.samples)
-            for number, sample in enumerate(samples)
-            for work in sample.works
-        ]
-        bytes_moved = np.array([work.bytes_at(size) for _, work, size in rows])
+        sample_of, family, winograd, flops, bytes_moved = [], [], [], [], []
+        for index, sample in enumerate(samples):
+            for work in sample.works:
+                sample_of.append(index)
+                family.append(_column(work.family))
+                winograd.append(roof.winograd and work.family == "convolution_3x3")
+                flops.append(work.flops_at(sample.samples))
+                bytes_moved.append(work.bytes_at(sample.samples))
         seconds = np.array([sample.seconds for sample in samples])
         # Relative errors, except for layers so short that they do not matter: their times consist
         # of the clock's own cost.
         weight = 1 / (seconds + 0.005 * seconds.mean())
         return cls(
-            sample=np.array([number for number, _, _ in rows]),
-            family=np.array([_column(work.family) for _, work, _ in rows]),
-            winograd=np.array(
-                [roof.winograd and work.family == "convolution_3x3" for _, work, _ in rows]
-            ),
-            compute_s=np.array([work.flops_at(size) / roof.flops_per_s for _, work, size in rows]),
-            memory_s=bytes_moved * roof.narrower / roof.bytes_per_s,
+            sample=np.array(sample_of),
+            family=np.array(family),
+            winograd=np.array(winograd),
+            compute_s=np.array(flops) / roof.flops_per_s,
+            memory_s=np.array(bytes_moved) * roof.narrower / roof.bytes_per_s,
             fixed=np.array([_fixed_factors(sample, roof) for sample in samples]),
             seconds=seconds,
             weight=weight,

@@ -51,7 +51,9 @@ def trace(model: nn.Module, example: Any) -> tuple[list[Part], Variants]:
     tensors, first_names = _named_tensors(model)
     variants = Variants(model, tensors, first_names)
     flows = variants.begin(Form.of(example))
-    layer_tensors = _assign_tensors(model, variants)
+    used_names = _names_by_layer(variants)
+    variants.home = _single_users(used_names)
+    layer_tensors = _assign_tensors(model, variants, used_names)
     holds = []
     for tensors_by_name in layer_tensors:
         holds.append({first for first, _ in tensors_by_name.values()})
@@ -104,36 +106,47 @@ def _check_hooks(model: nn.Module) -> None:
             )
 
 
-def _assign_tensors(model: nn.Module, variants: Variants) -> list[dict[str, tuple[str, bool]]]:
+def _single_users(used_names: Sequence[Mapping[str, str]]) -> dict[str, int]:
+    """Return, by the first name of a tensor, the layer that uses it; without tied tensors, which
+    belong to several layers, so that their ops may be in any of them.
+    """
+    users: dict[str, list[int]] = {}
+    for layer, names in enumerate(used_names):
+        for first in names:
+            users.setdefault(first, []).append(layer)
+    return {first: layers[0] for first, layers in users.items() if len(layers) == 1}
+
+
+def _assign_tensors(
+    model: nn.Module, variants: Variants, used_names: Sequence[Mapping[str, str]]
+) -> list[dict[str, tuple[str, bool]]]:
     """Return for each layer the names under which it has tensors.
 
     Each name has the first name of the tensor in the model, and whether it is part of the
     `state_dict`. A layer uses a name of the module that uses the tensor. A tensor that no op uses,
     but that is in the `state_dict`, belongs to the layer whose tensors have the most similar name.
 
-    Side effect: sets `variants.home`.
+    Args:
+        model: the model.
+        variants: its graphs.
+        used_names: see `_names_by_layer`.
     """
     state = model.state_dict(keep_vars=True)
     persistent = {name for name, value in state.items() if isinstance(value, Tensor)}
-    used_names = _names_by_layer(variants)
-    users: dict[str, list[int]] = {}
     assigned: list[dict[str, tuple[str, bool]]] = [{} for _ in used_names]
-    home: dict[str, int] = {}
+    layer_of_name: dict[str, int] = {}
+    first_user: dict[str, int] = {}
     for layer, names in enumerate(used_names):
         for first, name in names.items():
-            users.setdefault(first, []).append(layer)
             is_parameter = isinstance(variants.tensors[first], nn.Parameter)
             assigned[layer][name] = (first, is_parameter or name in persistent)
-            home[name] = layer
-    for first in variants.tensors:
-        layers = users.get(first, ())
-        # A tied tensor belongs to several layers, so its ops may be in any of them.
-        if len(layers) == 1:
-            variants.home[first] = layers[0]
+            layer_of_name[name] = layer
+            first_user.setdefault(first, layer)
     for name, first in variants.names.items():
         # What is left is an alias of a used tensor, or a tensor that no op uses.
-        if name in persistent and name not in home:
-            layer = users[first][0] if first in users else _most_similar(name, home)
+        if name in persistent and name not in layer_of_name:
+            user = first_user.get(first)
+            layer = _most_similar(name, layer_of_name) if user is None else user
             assigned[layer][name] = first, True
     return assigned
 
@@ -167,7 +180,7 @@ def _name_of_user(names: Sequence[str], ops: range, flow: Flow, node: Any) -> st
     return next(matches, names[0])
 
 
-def _most_similar(name: str, home: Mapping[str, int]) -> int:
+def _most_similar(name: str, layer_of_name: Mapping[str, int]) -> int:
     """Return the layer with the tensor whose name has the longest prefix in common with `name`."""
     parts = name.split(".")
 
@@ -176,8 +189,8 @@ def _most_similar(name: str, home: Mapping[str, int]) -> int:
         # Of two lists it compares the items.
         return len(os.path.commonprefix([parts, other_name.split(".")]))  # noqa: RUF071
 
-    best = max(home, key=common_length, default=None)
-    return 0 if best is None else home[best]
+    best = max(layer_of_name, key=common_length, default=None)
+    return 0 if best is None else layer_of_name[best]
 
 
 def _modules_of(variants: Variants, flows: Sequence[Flow], layer: int) -> list[str]:

@@ -17,14 +17,14 @@ import torch
 import torch.distributed as dist
 
 from penstock.checkpoint.folder_lock import FolderLock
-from penstock.cluster.cluster import LOOPBACK, Cluster, Device
+from penstock.cluster.cluster import Cluster, Device
 from penstock.cluster.device import Kind
 from penstock.cluster.local import available_cores, available_memory_bytes
 from penstock.errors import PenstockError, SettingError
 from penstock.event import Event, Timeline
 from penstock.files.read import read_json
 from penstock.measure.device_kinds import name_by_kind
-from penstock.measure.host_links import measure_host_links
+from penstock.measure.host_links import cluster_of_hosts, measure_host_links
 from penstock.plan.plan import Plan
 from penstock.profile.conditions import RankConditions
 from penstock.profile.profile import Profile
@@ -320,7 +320,7 @@ def _cluster(place: _Place, profiles: dict[str, Profile]) -> tuple[Cluster, dict
     Hosts are of one kind if the model takes about equally long on them.
     """
     hosts = list(profiles)
-    inside, between = measure_host_links(place.hosts)
+    links = measure_host_links(place.hosts)
     free_bytes = _free_bytes(place)
     memory = all_gather(free_bytes - free_bytes % 2**20, int)
     kind: Kind = "gpu" if place.device.type == "cuda" else "cpu"
@@ -334,20 +334,15 @@ def _cluster(place: _Place, profiles: dict[str, Profile]) -> tuple[Cluster, dict
     by_kind: dict[str, Profile] = {}
     for host, name in zip(hosts, kinds, strict=True):
         by_kind.setdefault(name, profiles[host])
-    ranks_devices = [
-        Device(kinds[hosts.index(host)], memory[rank], kind)
-        for rank, host in enumerate(place.hosts)
-    ]
-    cluster = Cluster(
+    rank_devices = []
+    for rank, host in enumerate(place.hosts):
+        rank_devices.append(Device(kinds[hosts.index(host)], memory[rank], kind))
+    cluster = cluster_of_hosts(
         ", ".join(hosts) if len(hosts) <= _NAMED_HOSTS else f"{len(hosts)} hosts",
-        tuple(ranks_devices),
-        1,
-        # With one host there is no link between hosts, with one rank on each none inside.
-        inside or between or LOOPBACK,
-        between or inside or LOOPBACK,
-        tuple(hosts.index(host) for host in place.hosts),
-        source=f"measured by penstock train on {socket.gethostname()}",
-        hosts=tuple(hosts) if len(hosts) > 1 else (),
+        place.hosts,
+        rank_devices,
+        links,
+        f"measured by penstock train on {socket.gethostname()}",
     )
     return cluster, by_kind
 

@@ -93,6 +93,7 @@ def test_every_command_refuses_the_same_mistake_by_the_same_message(penstock, ve
         (("vgg11", "--model", "vgg13"), "two models: vgg11 and --model vgg13"),
         (("a.json", "--model", "vgg13"), "would be its profile"),
         (("a.json", "--tokens", 3), "--tokens belongs to a model"),
+        (("a.json", "--model-option", "layers=2"), "--model-option belongs to a model"),
         (("vgg99",), "no model called 'vgg99'. Did you mean"),
     ],
 )
@@ -103,11 +104,15 @@ def test_plan_takes_profiles_or_a_model(penstock, words, message):
     assert message in ran.err
 
 
-def test_verify_refuses_data_without_a_model(penstock):
-    """They would be ignored."""
-    ran = penstock("verify", "--schedule", "gpipe", "--stages", 2, "--data", "text")
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [("--data", "text"), ("--model-option", "layers=2"), ("--channels", 1), ("--loss", "mse_loss")],
+)
+def test_verify_refuses_flags_of_a_model_without_one(penstock, flag, value):
+    """They would be ignored; the message has the flag as the user wrote it."""
+    ran = penstock("verify", "--schedule", "gpipe", "--stages", 2, flag, value)
     assert ran.status == 2
-    assert "--data belongs to --model, which is missing" in ran.err
+    assert f"{flag} belongs to --model, which is missing" in ran.err
 
 
 def test_numbers_are_learnt_with_a_loss_of_the_user(penstock, monkeypatch, tmp_path):

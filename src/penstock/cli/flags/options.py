@@ -133,6 +133,29 @@ Recompute = Annotated[
 ]
 
 
+def flag_of(name: str) -> str:
+    """Return the flag of a parameter: `--micro-batches` for `micro_batches`."""
+    return f"--{name.replace('_', '-')}"
+
+
+def refuse_flags(reason: str, **values: object) -> None:
+    """Refuse flags that are set, given by the names of their parameters.
+
+    A flag that takes a value is None if it is not set, one that takes none is False, and one that
+    is repeatable may be empty.
+
+    Args:
+        reason: of the message, after the name of the flag.
+        values: of the flags.
+
+    Raises:
+        SettingError: a flag is set.
+    """
+    for name, value in values.items():
+        if value is not None and value is not False and value != []:
+            raise SettingError(f"{flag_of(name)} {reason}")
+
+
 def resolve_schedule(
     name: str | None,
     stages: int | None,
@@ -298,7 +321,7 @@ def with_current_flags(
         if text is None:
             continue
         new = renamed[old]
-        old_flag, new_flag = (f"--{name.replace('_', '-')}" for name in (old, new))
+        old_flag, new_flag = flag_of(old), flag_of(new)
         typer.echo(f"{old_flag} is deprecated: use {new_flag}", err=True)
         if current[new] is not None:
             raise SettingError(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from penstock.cli.flags.model_flags import ModelFlags
+from penstock.cli.flags.options import refuse_flags
 from penstock.errors import SettingError
 
 if TYPE_CHECKING:
@@ -42,11 +43,11 @@ def load_or_make_profiles(
             raise SettingError(f"two models: {sources[0]} and --model {flags.model}. Name one")
         settings["model"] = sources[0]
     if "model" not in settings:
-        if settings:
-            raise SettingError(
-                f"--{next(iter(settings)).replace('_', '-')} belongs to a model, and the profile "
-                "has its own: leave it out, or name a model instead of a profile"
-            )
+        refuse_flags(
+            "belongs to a model, and the profile has its own: leave it out, or name a model "
+            "instead of a profile",
+            **vars(flags),
+        )
         if not sources:
             raise SettingError(
                 "name what to plan for: a profile, penstock plan profile.json; or a model, "

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from penstock.cli.flags.options import flag_of
 from penstock.cli.progress_bar import measuring_bar, stderr_console
 from penstock.cluster.local import available_cores
 from penstock.errors import SettingError
@@ -96,7 +97,7 @@ def _refuse_model_flags(context: typer.Context) -> None:
     for name in context.params:
         source = str(context.get_parameter_source(name))
         if source.endswith("COMMANDLINE") and name not in _CLUSTER_FLAGS:
-            model_flags.append(f"--{name.replace('_', '-')}")
+            model_flags.append(flag_of(name))
     if model_flags:
         raise SettingError(
             f"{', '.join(model_flags)}: for a model's profile, while --cluster measures machines. "

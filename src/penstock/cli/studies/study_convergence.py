@@ -5,12 +5,13 @@ from __future__ import annotations
 import json as json_module
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
+from penstock.cli.flags.options import refuse_flags
 from penstock.cli.progress_bar import bar_with_lines
 from penstock.cluster.local import available_cores
 from penstock.errors import RunError, SettingError
@@ -46,10 +47,7 @@ class Flags:
         Raises:
             SettingError: one was passed.
         """
-        for entry in fields(self):
-            if getattr(self, entry.name) not in (None, False):
-                flag = entry.name.replace("_", "-")
-                raise SettingError(f"--{flag} is a flag of the study {NAME} only")
+        refuse_flags(f"is a flag of the study {NAME} only", **vars(self))
 
 
 def _experiment(flags: Flags) -> Experiment:

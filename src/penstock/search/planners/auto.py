@@ -111,6 +111,23 @@ def auto(request: PlanRequest) -> Plan:
     if request.sharding_options.zero is None:
         return best_zero_level(request, auto)
     search = PlanSearch(request)
+    space, others_s = _search_with_others(search)
+    _refine_fastest(search)
+    if not search.feasible:
+        _reject_each_schedule(search, space)
+        raise infeasible_error(request, search.infeasible, list(search.rejected), search.note)
+    _simulate_skipped_kinds(search, space)
+    return _explained_plan(search, space, best(search.feasible, others_s))
+
+
+def _search_with_others(search: PlanSearch) -> tuple[SearchSpace, float]:
+    """Evaluate all configurations and the plans of the other planners, each phase within a budget
+    of its own.
+
+    Returns:
+        The search space, and the seconds per step of the fastest plan of another planner.
+    """
+    request = search.request
     space = SearchSpace(request, shapes(request))
     slowdown = _scan(search, space)
     placed = _best_placements(search)
@@ -132,26 +149,32 @@ def auto(request: PlanRequest) -> Plan:
     share_cuts(search)
     search.allow(CUTS)
     explore_cuts(search, [*space.configurations, *uneven_configurations(request, replicated)])
+    return space, others_s
+
+
+def _refine_fastest(search: PlanSearch) -> None:
+    """Refine cut, order of ops, devices and recompute of the fastest candidates."""
     search.allow(SEARCH / 4)
     # The fastest kinds may all have several stages per rank, which no cost schedule has.
     for candidate in _fastest_plain(search):
         refine_cut(search, candidate)
-    _evaluate_all(search, cost_schedules(request, _fastest_plain(search)))
+    _evaluate_all(search, cost_schedules(search.request, _fastest_plain(search)))
     search.allow(SEARCH / 4)
     for candidate in fastest_of_kinds(search.feasible, POLISHED):
         refine_devices(search, refine_cut(search, candidate))
     for candidate in fastest_of_kinds(search.feasible, POLISHED):
         search.feasible.append(refine_recompute(candidate))
-    if not search.feasible:
-        _reject_each_schedule(search, space)
-        raise infeasible_error(request, search.infeasible, list(search.rejected), search.note)
-    _simulate_skipped_kinds(search, space)
-    chosen = best(search.feasible, others_s)
+
+
+def _explained_plan(search: PlanSearch, space: SearchSpace, chosen: Evaluated) -> Plan:
+    """Return the plan of the chosen candidate, with what explains it: a lower bound, the table of
+    candidates, suggestions, and the best pipeline if it is none.
+    """
     bounds = [configuration.bound_s for configuration in space.configurations]
     bound = min([*bounds, space.least_s, chosen.step_s])
     table = _table(search, chosen)
-    changes = suggestions(request, chosen) if search.may_explain else []
-    plan = build_plan(request, chosen, table, bound, changes)
+    changes = suggestions(search.request, chosen) if search.may_explain else []
+    plan = build_plan(search.request, chosen, table, bound, changes)
     pipeline = best_pipeline(search, space, chosen)
     if pipeline is not None:
         note = pipeline_note(chosen, pipeline)

@@ -70,26 +70,33 @@ def _steady(
     waited for another stage.
     """
     stages = len(forward)
-    fill = sum(forward) + (stages - 1) * transfer_s
-    before = [float("-inf")] * stages
-    after = [fill + sum(backward[i + 1 :]) + (stages - 1 - i) * transfer_s for i in range(stages)]
+    last = stages - 1
+    fill = sum(forward) + last * transfer_s
+    forward_start = [float("-inf")] * stages
+    backward_start = []
+    for stage in range(stages):
+        back_to_stage = sum(backward[stage + 1 :]) + (last - stage) * transfer_s
+        backward_start.append(fill + back_to_stage)
     waits = [False] * stages
     tolerance = ROUNDING * (sum(forward) + sum(backward)) * stages
     for k in range(1, 2 * stages):
         first = max(0, k - stages)  # stages with fewer rounds are in their cool-down
-        updated = before[:]
-        for i in range(first, stages):
-            ready = after[i] + backward[i]
-            arrives = before[i - 1] + forward[i - 1] if i else ready
-            waits[i] |= arrives > ready + tolerance
-            updated[i] = max(arrives, ready) + (transfer_s if i else 0.0)
-        before = updated
-        for i in range(stages - 1, first - 1, -1):
-            ready = before[i] + forward[i]
-            arrives = after[i + 1] + backward[i + 1] if i < stages - 1 else ready
-            waits[i] |= arrives > ready + tolerance
-            after[i] = max(arrives, ready) + (transfer_s if i < stages - 1 else 0.0)
-    return after, waits
+        # From the last stage to the first: F[i-1] is still that of round k - 1, and B[i+1] is
+        # already that of round k.
+        for stage in range(last, first - 1, -1):
+            ready = backward_start[stage] + backward[stage]
+            arrival = ready
+            if stage > 0:
+                arrival = forward_start[stage - 1] + forward[stage - 1]
+            waits[stage] |= arrival > ready + tolerance
+            forward_start[stage] = max(arrival, ready) + (transfer_s if stage > 0 else 0.0)
+            ready = forward_start[stage] + forward[stage]
+            arrival = ready
+            if stage < last:
+                arrival = backward_start[stage + 1] + backward[stage + 1]
+            waits[stage] |= arrival > ready + tolerance
+            backward_start[stage] = max(arrival, ready) + (transfer_s if stage < last else 0.0)
+    return backward_start, waits
 
 
 def _cool_down(
