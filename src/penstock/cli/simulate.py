@@ -181,16 +181,15 @@ def simulate(
 
 def _print_figures(timeline: Timeline) -> None:
     """Print the figures of a simulated timeline."""
+    from penstock.draw.facts import busy_shares
     from penstock.units import format_bytes, format_seconds
 
-    makespan = timeline.makespan or 1.0
     print(f"makespan        {timeline.makespan:g} s ({format_seconds(timeline.makespan)})")
     print(
         f"bubble ratio    {timeline.bubble_ratio:.2%} of all ranks' time; "
         f"by stage span {timeline.span_bubble_ratio:.2%}"
     )
-    busy_shares = [f"{seconds / makespan:.0%}" for seconds in timeline.busy]
-    print(f"busy per rank   {row(busy_shares)}")
+    print(f"busy per rank   {row(f'{share:.0%}' for share in busy_shares(timeline))}")
     print(f"peak in flight  {row(timeline.peak_in_flight)}")
     if timeline.peak_on_rank != timeline.peak_in_flight:
         print(f"  on each rank  {row(timeline.peak_on_rank)}")

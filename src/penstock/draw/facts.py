@@ -88,9 +88,10 @@ def stages_of_rank(panel: Timeline) -> list[list[int]]:
     return stages
 
 
-def busy_shares(panel: Timeline) -> list[float]:
-    """Return per rank the share of the makespan in which it worked, 0 to 1."""
-    return [seconds / panel.makespan if panel.makespan else 0.0 for seconds in panel.busy]
+def busy_shares(panel: Timeline, seconds: float | None = None) -> list[float]:
+    """Return per rank the share of the makespan, or of `seconds`, in which it worked, 0 to 1."""
+    duration = panel.makespan if seconds is None else seconds
+    return [min(busy / duration, 1.0) if duration else 0.0 for busy in panel.busy]
 
 
 def shown_idle(panel: Timeline) -> tuple[IdleInterval, ...]:

@@ -11,6 +11,7 @@ from typing import Literal, final, get_args
 import torch
 
 from penstock.cluster.device import DeviceRequest
+from penstock.cluster.local import available_memory_bytes
 from penstock.errors import SettingError
 from penstock.transport.devices.device_assignment import Card
 from penstock.transport.devices.device_discovery import cuda_card
@@ -47,6 +48,13 @@ def list_cards() -> tuple[CardMemory, ...]:
         CardMemory(cuda_card(index), torch.cuda.mem_get_info(index)[0])
         for index in range(count_cards())
     )
+
+
+def free_memory_bytes(device: torch.device) -> int:
+    """Return the memory that is free now: on a card, or on the host of a CPU."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return available_memory_bytes()
 
 
 def choose_device_type(request: str, card_count: int) -> DeviceType:

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 from penstock.cluster.device import DTYPES, Device, Kind, Link
-from penstock.cluster.local import available_memory_bytes
 from penstock.cluster.machines import Cluster
 from penstock.errors import SettingError
+from penstock.measure.card_choice import free_memory_bytes
 from penstock.measure.device_benchmarks import Load, benchmark_loads, time_load
 from penstock.measure.device_kinds import equally_fast, name_by_kind, processor_name
 from penstock.measure.fit import Fit, fit, rounded_link, short_seconds, short_value
@@ -313,8 +313,7 @@ def _device(
     """
     gpu = device.type == "cuda"
     kind: Kind = "gpu" if gpu else "cpu"
-    free_bytes = torch.cuda.mem_get_info(device)[0] if gpu else available_memory_bytes()
-    memory = free_bytes // sharing
+    memory = free_memory_bytes(device) // sharing
     speeds = {name: short_value(load.amount / alone[name]) for name, load in loads.items()}
     peaks = tuple(
         (dtype, speeds[f"matmul {dtype}"]) for dtype in DTYPES if f"matmul {dtype}" in speeds

@@ -48,6 +48,11 @@ def _rounded(value: float, digits: int) -> str:
     return f"{round(value, digits) + 0.0:,.{digits}f}"
 
 
+def relative_change(before: float, after: float) -> float | None:
+    """Return the relative change; None from 0."""
+    return after / before - 1 if before else None
+
+
 def printable(text: str) -> str:
     """Return a text of several lines, such as code, without control characters."""
     return _FORBIDDEN.sub("\N{REPLACEMENT CHARACTER}", text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from penstock.plan.description import replica_text, slowdown
 from penstock.plan.plan import Plan
+from penstock.report.cells import relative_change
 from penstock.report.document import Chart, Column, Facts, Section, Series, Table, Text, Value
 from penstock.report.scaled import scaled_bytes, scaled_seconds
 from penstock.schedule.recompute import Recompute
@@ -166,7 +167,6 @@ def _candidate_table(plan: Plan) -> Table:
     """Return the table of the evaluated configurations, best first."""
     rows: list[tuple[Value, ...]] = []
     for candidate in plan.candidates:
-        more = candidate.step_s / plan.predicted.step_s - 1 if plan.predicted.step_s else None
         rows.append(
             (
                 candidate.schedule,
@@ -176,7 +176,7 @@ def _candidate_table(plan: Plan) -> Table:
                 candidate.weights,
                 replica_text(candidate, ", "),
                 candidate.step_s,
-                more,
+                relative_change(plan.predicted.step_s, candidate.step_s),
                 candidate.peak_bytes,
                 candidate.why,
             )
@@ -266,7 +266,7 @@ def _suggestion_table(plan: Plan) -> Table:
     """Return the changes that would help, best first."""
     rows: list[tuple[Value, ...]] = []
     for remedy in plan.remedies:
-        change = remedy.step_s / plan.predicted.step_s - 1 if plan.predicted.step_s else None
+        change = relative_change(plan.predicted.step_s, remedy.step_s)
         rows.append((remedy.change, remedy.step_s, change))
     columns = (
         Column("change"),

@@ -8,7 +8,7 @@ from penstock.draw.facts import busy_shares, shown_idle
 from penstock.event import Timeline
 from penstock.idle import LinkTraffic, idle_seconds, link_traffic
 from penstock.profile.profile import Profile
-from penstock.report.cells import without_empty_columns
+from penstock.report.cells import relative_change, without_empty_columns
 from penstock.report.difference import Difference, explain_difference
 from penstock.report.document import Column, Section, Table, Text, TimelineFigure, Value
 from penstock.report.outcome import Outcome
@@ -38,7 +38,7 @@ def _time_table(outcome: Outcome) -> Table:
             name,
             outcome.predicted_step_s,
             outcome.measured_step_s,
-            _change(outcome.predicted_step_s, outcome.measured_step_s),
+            relative_change(outcome.predicted_step_s, outcome.measured_step_s),
             outcome.predicted_bubble_ratio,
             outcome.measured_bubble_ratio,
         )
@@ -59,11 +59,6 @@ def _time_table(outcome: Outcome) -> Table:
         Column("measured idle share", "percent", 1, about="likewise, of the timeline shown below"),
     )
     return Table("time", "Time", columns, tuple(rows), source=(OUTCOME, METRICS))
-
-
-def _change(before: float, after: float) -> float | None:
-    """Return the relative change; None from 0."""
-    return after / before - 1 if before else None
 
 
 def run_difference(run: RunFolder) -> Difference | None:
@@ -115,7 +110,7 @@ def _rank_table(run: RunFolder, outcome: Outcome) -> Table:
                 measured_busy[rank],
                 predicted,
                 measured,
-                None if measured is None else _change(predicted, measured),
+                None if measured is None else relative_change(predicted, measured),
                 process[rank] if process else None,
             )
         )

@@ -133,7 +133,6 @@ def _module_hooks(part: nn.Module) -> Iterator[tuple[str, Callable[..., Any]]]:
     }
     for name, hooks in registered.items():
         for hook in hooks.values():
-            # torch's own hooks are examined by kind, see `_spectral_norms`.
             if not type(hook).__module__.startswith("torch."):
                 yield name, hook
 
@@ -158,7 +157,6 @@ def _changes_variables(hook: Callable[..., Any]) -> bool:
             is_none = before is not None and before.opname == "LOAD_CONST" and before.argval is None
             returns |= not is_none
         before = step
-    # A hook that returns None cannot change the result, whatever it counts or stores.
     return stores and returns
 
 

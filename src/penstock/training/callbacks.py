@@ -70,6 +70,18 @@ class Callbacks:
             raise user_error(error, f"{self.reference}.{event}", "--callbacks") from error
 
 
+def import_callbacks(reference: str) -> Any:
+    """Return the object or class that a setting names, see `load_callbacks`; it is not called.
+
+    Raises:
+        SettingError: it cannot be imported, or has none of the methods.
+    """
+    target = load_attribute(reference, "--callbacks")
+    if not any(callable(getattr(target, event, None)) for event in EVENTS):
+        raise SettingError(f"--callbacks {reference} has none of the methods {', '.join(EVENTS)}")
+    return target
+
+
 def load_callbacks(reference: str | None) -> Callbacks:
     """Return the callbacks that a setting names.
 
@@ -82,9 +94,7 @@ def load_callbacks(reference: str | None) -> Callbacks:
     """
     if reference is None:
         return Callbacks()
-    target = load_attribute(reference, "--callbacks")
-    if not any(callable(getattr(target, event, None)) for event in EVENTS):
-        raise SettingError(f"--callbacks {reference} has none of the methods {', '.join(EVENTS)}")
+    target = import_callbacks(reference)
     if isinstance(target, type):
         try:
             target = target()

@@ -19,10 +19,11 @@ import torch.distributed as dist
 from penstock.checkpoint.folder_lock import FolderLock
 from penstock.cluster.cluster import Cluster, Device
 from penstock.cluster.device import Kind
-from penstock.cluster.local import available_cores, available_memory_bytes
+from penstock.cluster.local import available_cores
 from penstock.errors import PenstockError, SettingError
 from penstock.event import Event, Timeline
 from penstock.files.read import read_json
+from penstock.measure.card_choice import free_memory_bytes
 from penstock.measure.device_kinds import name_by_kind
 from penstock.measure.host_links import cluster_of_hosts, measure_host_links
 from penstock.plan.plan import Plan
@@ -30,17 +31,14 @@ from penstock.profile.conditions import RankConditions
 from penstock.profile.profile import Profile
 from penstock.report.run_folder import CONFIG
 from penstock.store import to_json, write_json
-from penstock.tracing.traced_chain import TracedChain
-from penstock.training.checks import check_settings
 from penstock.training.config import TrainConfig, validate_settings
-from penstock.training.data.batches import count_batches
-from penstock.training.job import Prepared, make_folder, plan_run
+from penstock.training.job import Prepared, check_run, make_folder, model_line, plan_run
 from penstock.training.loop.rank_result import RankResult
 from penstock.training.measurement import Say, find_devices
 from penstock.training.rank import profile_rank, train_on
-from penstock.training.resume import check_checkpoint, drop_later_metrics, remove_staging
+from penstock.training.resume import drop_later_metrics, remove_staging
 from penstock.training.run_checkpoints import checkpoint_folders
-from penstock.training.task import make_task
+from penstock.training.task import Task, make_task
 from penstock.transport.collectives import all_gather, broadcast
 from penstock.transport.core_share import RankCores, count_threads, rank_cores
 from penstock.transport.devices.device_discovery import assign_device
@@ -232,14 +230,10 @@ def prepare_on_hosts(config: TrainConfig, say: Say) -> HostRun:
     is_rank_0 = dist.get_rank() == 0
     task = make_task(config)
     traced = task.chain
-    per_epoch = count_batches(len(task.data.train_inputs), config.batch)
-    on_rank_0(lambda: _check(config, traced, per_epoch))
+    on_rank_0(lambda: _check(config, task))
     if is_rank_0:
         hosts = len(set(place.hosts))
-        say(
-            f"{config.model}: {len(traced)} layers, {traced.parameter_count:,} parameters · "
-            f"{task.data.description}"
-        )
+        say(model_line(config, task))
         say(
             f"measuring {len(traced)} layers and the links of {len(place.hosts)} ranks on "
             f"{format_count(hosts, 'host')} …"
@@ -269,11 +263,9 @@ def prepare_on_hosts(config: TrainConfig, say: Say) -> HostRun:
     return HostRun(config, Path(answer["folder"]), plan, place.device, prepared)
 
 
-def _check(config: TrainConfig, traced: TracedChain, per_epoch: int) -> str:
-    """Refuse settings that planning or training would refuse later. Returns an empty text."""
-    check_settings(config, len(traced))
-    if config.resume:
-        check_checkpoint(config, traced.fingerprint, per_epoch)
+def _check(config: TrainConfig, task: Task) -> str:
+    """Refuse what planning or training would refuse later. Returns an empty text."""
+    check_run(config, task)
     if config.out is not None:
         make_folder(config)  # before the measurement, so that an error appears at once
     return ""
@@ -349,9 +341,8 @@ def _cluster(place: _Place, profiles: dict[str, Profile]) -> tuple[Cluster, dict
 
 def _free_bytes(place: _Place) -> int:
     """Return the memory that this rank may use: its card's, or its part of the host's."""
-    if place.device.type == "cuda":
-        return int(torch.cuda.mem_get_info(place.device)[0])
-    return available_memory_bytes() // len(place.host_ranks)
+    sharing = 1 if place.device.type == "cuda" else len(place.host_ranks)
+    return free_memory_bytes(place.device) // sharing
 
 
 def train_on_hosts(run: HostRun, quiet: bool) -> list[RankResult]:

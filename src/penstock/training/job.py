@@ -30,7 +30,7 @@ from penstock.search.catalogue import plan
 from penstock.simulate.plan_costs import simulate_plan
 from penstock.tracing.traced_chain import TracedChain
 from penstock.training.baseline import plain_step_s
-from penstock.training.callbacks import load_callbacks
+from penstock.training.callbacks import import_callbacks, load_callbacks
 from penstock.training.checks import check_settings, known_schedule
 from penstock.training.config import TrainConfig
 from penstock.training.data.batches import count_batches
@@ -43,7 +43,7 @@ from penstock.training.plan_file import load_plan, load_plan_for
 from penstock.training.rank import train_rank
 from penstock.training.resume import check_checkpoint, remove_staging, staging_folder
 from penstock.training.sources.model_sources import parse_model
-from penstock.training.task import data_name, make_task
+from penstock.training.task import Task, data_name, make_task
 from penstock.weights.weight_uses import readings
 
 
@@ -81,15 +81,8 @@ def prepare(config: TrainConfig, say: Say) -> Prepared:
     config = with_device(config, devices)
     task = make_task(config)
     traced = task.chain
-    check_settings(config, len(traced))
-    check_wandb(config.wandb)
-    load_callbacks(config.callbacks)  # so that an error appears before the measurement
-    if config.initial_weights is not None and not config.resume:
-        load_weights(config.initial_weights)  # likewise; the ranks read them again
-    loaded_plan = None if config.plan is None else load_plan(config.plan, traced.fingerprint)
-    if config.resume:
-        per_epoch = count_batches(len(task.data.train_inputs), config.batch)
-        check_checkpoint(config, traced.fingerprint, per_epoch)
+    loaded_plan = check_run(config, task)
+    load_callbacks(config.callbacks)  # calls the class, if it is one: only the ranks use the object
     ranks = _rank_count(config, devices) if loaded_plan is None else loaded_plan.ranks
     devices.check_ranks(ranks)
     with ExitStack() as stack:
@@ -97,10 +90,7 @@ def prepare(config: TrainConfig, say: Say) -> Prepared:
             # Before the measurement, so that an error appears at once.
             stack.enter_context(FolderLock(make_folder(config)))
         device_notice = device_change(config, devices)
-        say(
-            f"{config.model}: {len(traced)} layers, {traced.parameter_count:,} parameters · "
-            f"{task.data.description}"
-        )
+        say(model_line(config, task))
         if device_notice is not None:
             say(device_notice)
         if devices.cards:
@@ -108,6 +98,37 @@ def prepare(config: TrainConfig, say: Say) -> Prepared:
         profile = measure_profile(config, traced, ranks, devices, say)
         cluster = measure_cluster(ranks, devices, say)
         return plan_run(config, traced, profile, cluster, devices, stack)
+
+
+def check_run(config: TrainConfig, task: Task) -> Plan | None:
+    """Refuse what planning or training would refuse only after the measurement.
+
+    Returns:
+        The plan of the run, if the configuration names one.
+
+    Raises:
+        PenstockError: a setting is invalid, or a file that it names.
+    """
+    traced = task.chain
+    check_settings(config, len(traced))
+    check_wandb(config.wandb)
+    if config.callbacks is not None:
+        import_callbacks(config.callbacks)
+    if config.initial_weights is not None and not config.resume:
+        load_weights(config.initial_weights)  # the ranks read them again
+    named_plan = None if config.plan is None else load_plan(config.plan, traced.fingerprint)
+    if config.resume:
+        per_epoch = count_batches(len(task.data.train_inputs), config.batch)
+        check_checkpoint(config, traced.fingerprint, per_epoch)
+    return named_plan
+
+
+def model_line(config: TrainConfig, task: Task) -> str:
+    """Describe the model and the data of a run in a line."""
+    return (
+        f"{config.model}: {len(task.chain)} layers, {task.chain.parameter_count:,} parameters · "
+        f"{task.data.description}"
+    )
 
 
 def plan_run(

@@ -137,9 +137,3 @@ def median_recording(recordings: Sequence[tuple[Timeline, float]]) -> tuple[Time
     """
     by_makespan = sorted(recordings, key=lambda recording: recording[0].makespan)
     return by_makespan[(len(by_makespan) - 1) // 2]
-
-
-def busy_shares(timeline: Timeline, seconds: float | None = None) -> list[float]:
-    """Return per rank the share of time in which it worked: of the step, or of `seconds`."""
-    duration = timeline.makespan if seconds is None else seconds
-    return [min(busy / duration, 1.0) if duration else 0.0 for busy in timeline.busy]

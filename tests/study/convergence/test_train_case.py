@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from penstock.measure.torch_threads import torch_threads
 from penstock.study.convergence.experiment import Experiment
-from penstock.study.convergence.runner import one_thread
 from penstock.study.convergence.train_case import train_case
 
 
@@ -22,7 +22,7 @@ def test_rules_begin_with_the_same_weights_and_batches(cases):
     """The first batch's loss is the same, since no rule has changed anything yet; a later one is
     not.
     """
-    with one_thread():
+    with torch_threads(1):
         flush, stash = (train_case(cases[rule]) for rule in ("flush", "stash"))
     assert len(flush.losses) == len(stash.losses) == 5
     assert flush.losses[0] == pytest.approx(stash.losses[0], abs=2e-4)
@@ -33,7 +33,7 @@ def test_a_loss_that_runs_away_ends_the_run_with_its_batch(cases):
     """Batches after it would cost minutes and say nothing."""
     from dataclasses import replace
 
-    with one_thread():
+    with torch_threads(1):
         record = train_case(replace(cases["flush"], lr=1e9))
     assert record.given_up is not None
     assert "at batch" in record.given_up

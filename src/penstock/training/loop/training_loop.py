@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sized
 from dataclasses import dataclass
 from typing import Any
 
+from penstock.draw.facts import busy_shares
 from penstock.errors import RunError
 from penstock.event import Timeline
 from penstock.measure.conditions import ConditionsMeter
@@ -26,7 +27,6 @@ from penstock.training.task import Task
 from penstock.training.throughput import (
     BatchFeed,
     ThroughputMeter,
-    busy_shares,
     measured_steady_state,
     median_recording,
 )
