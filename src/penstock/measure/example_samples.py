@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,6 +29,11 @@ def checked_tensors(example: Any) -> list[Tensor]:
 def tensors_in(value: Any) -> list[Tensor]:
     """Return all tensors of a nested value."""
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def bytes_per_sample(tensors: Sequence[Tensor]) -> float:
+    """Return the bytes of tensors for one sample of their first dimension."""
+    return sum(leaf.numel() * leaf.element_size() / leaf.shape[0] for leaf in tensors)
 
 
 def resize_example(example: Any, size: int, device: torch.device) -> Any:

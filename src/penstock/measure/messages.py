@@ -148,10 +148,7 @@ def time_messages(
     samples.clear()
     for _ in range(repeats):
         samples.take()
-    result = torch.tensor(samples.results(), dtype=torch.float64, device=wires.device)
-    # Both ranks must get the same numbers: those of the lower rank.
-    (wires.send if dist.get_rank() < peer else wires.receive)(result, peer).wait()
-    *seconds, both_ways = result.tolist()
+    *seconds, both_ways = _agree(samples.results(), peer, wires)
     count = len(sizes)
     return Times(tuple(sizes), tuple(seconds[:count]), tuple(seconds[count:]), max(both_ways, 1.0))
 
@@ -200,12 +197,12 @@ def settled_seconds(peer: int, wires: Wires, size: int) -> tuple[float, float]:
     return min(times), min(cpu_times)
 
 
-def _agree(values: tuple[float, float], peer: int, wires: Wires) -> tuple[float, float]:
+def _agree(values: Sequence[float], peer: int, wires: Wires) -> list[float]:
     """Return the values of the lower of two ranks, on both."""
     result = torch.tensor(values, dtype=torch.float64, device=wires.device)
     (wires.send if dist.get_rank() < peer else wires.receive)(result, peer).wait()
-    first, second = result.tolist()
-    return first, second
+    agreed: list[float] = result.tolist()
+    return agreed
 
 
 class _Samples:

@@ -25,6 +25,7 @@ from penstock.measure.device_kinds import (
     refuse_unlike_pair,
 )
 from penstock.measure.example_samples import (
+    bytes_per_sample,
     checked_tensors,
     example_to_trace,
     resize_example,
@@ -182,14 +183,11 @@ class _ChainBenchmark:
         machine = machine_facts(self.device)
         if self.concurrent.ranks > 1:
             machine["ranks"] = str(self.concurrent.ranks)
-        input_bytes = sum(
-            leaf.numel() * leaf.element_size() / leaf.shape[0] for leaf in checked_tensors(example)
-        )
         layers = _layers(self.traced, sizes, runs, activations, size)
         measured = Profile(
             layers,
             self.traced.fingerprint,
-            input_bytes,
+            bytes_per_sample(checked_tensors(example)),
             batch,
             machine,
             torch.__version__,

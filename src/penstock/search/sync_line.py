@@ -1,4 +1,4 @@
-"""Seconds of the all-reduce of a stage's gradients, for stages of any size at once."""
+"""Seconds of the all-reduce of a stage's gradients: for stages of any size at once, and on a ring."""
 
 from __future__ import annotations
 
@@ -20,3 +20,15 @@ def sync_line(ranks: Sequence[int], cluster: Cluster) -> tuple[float, float]:
     latency_s = all_reduce_seconds(ranks, 0.0, cluster)
     large_s = all_reduce_seconds(ranks, _LARGE_BYTES, cluster)
     return latency_s, (large_s - latency_s) / _LARGE_BYTES
+
+
+def ring_seconds(ranks: Sequence[int], count: float, cluster: Cluster) -> float:
+    """Return the seconds of an all-reduce of `count` bytes on a ring of R ranks.
+
+    These are 2 (R - 1) (latency + count / (R bandwidth)), over the slowest link of the ring.
+    """
+    if len(ranks) == 1:
+        return 0.0
+    ring = zip(ranks, [*ranks[1:], ranks[0]], strict=True)
+    piece = count / len(ranks)
+    return 2 * (len(ranks) - 1) * max(cluster.transfer_seconds(piece, a, b) for a, b in ring)

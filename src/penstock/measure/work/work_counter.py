@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.errors import SettingError
 from penstock.grad.split import input_grad, weight_grad
-from penstock.measure.example_samples import checked_tensors, tensors_in
+from penstock.measure.example_samples import bytes_per_sample, checked_tensors, tensors_in
 from penstock.measure.saved_storages import ActivationBytes, activation_bytes
 from penstock.measure.timed_passes import Loss, WithLoss, bytes_of, named_failure
 from penstock.measure.work.layer_signature import Signature, layer_signature, value_signature
@@ -90,8 +90,8 @@ def count(
     return ModelCounts(
         tuple(layers),
         traced.fingerprint,
-        _bytes_per_sample(tensors),
-        _bytes_per_sample(floats),
+        bytes_per_sample(tensors),
+        bytes_per_sample(floats),
         batch,
         _weight_width(traced),
         torch.__version__,
@@ -124,11 +124,6 @@ def _count_size(
             output_bytes = bytes_of(tensors_in(value))
         layers.append(_CountedLayer(phases, output_bytes))
     return layers
-
-
-def _bytes_per_sample(tensors: Sequence[Tensor]) -> float:
-    """Return the bytes of tensors for one sample of their first dimension."""
-    return sum(leaf.numel() * leaf.element_size() / leaf.shape[0] for leaf in tensors)
 
 
 def _weight_width(traced: TracedChain) -> int:

@@ -11,6 +11,7 @@ from penstock.search.catalogue import register
 from penstock.search.planners.scope import check_scope, may_fit
 from penstock.search.proposal import Objective, Proposal, replica_options
 from penstock.search.request import PlanRequest
+from penstock.search.sync_line import ring_seconds
 
 
 @register(
@@ -80,8 +81,4 @@ def step_seconds(request: PlanRequest, ranks: int, micro_batches: int) -> float:
         + (profile.update_fixed_s if parameter_bytes else 0.0)
         for profile in request.different_profiles(range(ranks))
     )
-    if ranks == 1:
-        return slowest
-    links = [request.cluster.link(rank, (rank + 1) % ranks) for rank in range(ranks)]
-    hop_s = max(link.transfer_seconds(parameter_bytes / ranks) for link in links)
-    return slowest + 2 * (ranks - 1) * hop_s
+    return slowest + ring_seconds(range(ranks), parameter_bytes, request.cluster)

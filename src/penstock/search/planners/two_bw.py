@@ -19,6 +19,7 @@ from penstock.search.planners.replicated_stages import least_memory
 from penstock.search.planners.scope import check_alike, check_scope, quickest
 from penstock.search.proposal import Objective, Proposal, replica_options
 from penstock.search.request import PlanRequest
+from penstock.search.sync_line import ring_seconds
 from penstock.units import format_bytes
 
 #: Cost of recompute: factor on all compute (the paper's c_extra).
@@ -199,12 +200,7 @@ def seconds(
         if stage + 1 < depth:
             size = costs.output_bytes[stop - 1]
             stage_s += 2 * max(cluster.transfer_seconds(size, rank, rank + 1) for rank in ranks)
-        sync_s = 0.0
-        if width > 1:
-            piece = sum(costs.parameter_bytes[start:stop]) / width
-            ring = zip(ranks, [*ranks[1:], ranks[0]], strict=True)
-            hop_s = max(cluster.transfer_seconds(piece, rank, other) for rank, other in ring)
-            sync_s = 2 * (width - 1) * hop_s
+        sync_s = ring_seconds(ranks, sum(costs.parameter_bytes[start:stop]), cluster)
         slowest = max(slowest, stage_s, sync_s / micro_batches)
     return slowest
 
