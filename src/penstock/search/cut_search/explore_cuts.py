@@ -12,7 +12,7 @@ and a local search by simulation continues from there.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import comb
 
@@ -23,7 +23,6 @@ from penstock.schedule.op import Schedule
 from penstock.search.cut_search.cut_bounds import CutBounds, all_cuts, lengths_of
 from penstock.search.cut_search.refine_cut import refine_cut
 from penstock.search.plan_search import PlanSearch
-from penstock.search.proposal import Proposal
 from penstock.search.search_space import Configuration
 
 #: Up to this many cuts of one configuration are all bounded: 0.5 s for a schedule of 8 stages on
@@ -128,7 +127,8 @@ class _Enumeration:
                 return False
             cut = self.cuts[self.position]
             self.position += 1
-            search.evaluate(_proposal(search, self.configuration, self.schedule, cut))
+            lengths = lengths_of(cut)
+            search.evaluate(search.proposal_of(self.configuration, self.schedule, lengths))
         return self.position == len(self.cuts)
 
 
@@ -155,28 +155,18 @@ def _climb(
         least, ends = float(seconds[place]), neighbours[place : place + 1]
     if least >= search.best_s:
         return
-    candidate = search.evaluate(_proposal(search, configuration, schedule, ends[0]))
+    candidate = search.evaluate(search.proposal_of(configuration, schedule, lengths_of(ends[0])))
     if candidate is not None:
         refine_cut(search, candidate)
 
 
 def _neighbours(ends: Array) -> Array:
     """Return the cuts that differ in one boundary."""
-    return np.array([*_moved(ends)], np.int64).reshape(-1, len(ends))
-
-
-def _moved(ends: Array) -> Iterator[Array]:
-    """Yield the cuts that differ in one boundary."""
+    cuts = []
     for boundary in range(1, len(ends) - 1):
         for step in STEPS:
             moved = ends.copy()
             moved[boundary] += step
             if ends[boundary - 1] < moved[boundary] < ends[boundary + 1]:
-                yield moved
-
-
-def _proposal(
-    search: PlanSearch, configuration: Configuration, schedule: Schedule, ends: Array
-) -> Proposal:
-    """Return the proposal of a configuration with one cut."""
-    return search.proposal_of(configuration, schedule, lengths_of(ends))
+                cuts.append(moved)
+    return np.array(cuts, np.int64).reshape(-1, len(ends))
