@@ -21,28 +21,30 @@ def test_cuda_without_a_card_is_refused_with_exit_status_2(penstock, tmp_path, m
     """Where torch sees no card, whatever this host has; nothing is written."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    ran = penstock(verb, *WORDS, "--device", "cuda")
-    assert ran.status == 2
-    assert "device cuda: no CUDA device is visible" in ran.err
-    assert "Use device cpu, or auto" in ran.err
-    assert "Traceback" not in ran.err
+    result = penstock(verb, *WORDS, "--device", "cuda")
+    assert result.status == 2
+    assert "device cuda: no CUDA device is visible" in result.err
+    assert "Use device cpu, or auto" in result.err
+    assert "Traceback" not in result.err
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("verb", ["train", "profile"])
 def test_a_word_that_is_no_device_is_refused_with_exit_status_2(penstock, verb):
     """A misspelt one must not mean the default."""
-    ran = penstock(verb, *WORDS, "--device", "gpu")
-    assert ran.status == 2
-    assert "'auto', 'cpu'" in ran.err
-    assert "'gpu'" in ran.err
+    result = penstock(verb, *WORDS, "--device", "gpu")
+    assert result.status == 2
+    assert "'auto', 'cpu'" in result.err
+    assert "'gpu'" in result.err
 
 
 def test_a_profile_on_the_cpu_says_so(penstock):
     """A plan for cards must not use it by mistake."""
-    ran = penstock("profile", *WORDS, "--repeats", "1", "--sizes", "4", "--device", "cpu", "--json")
-    assert ran.status == 0, ran.err
-    assert json.loads(ran.out)["device"] == "cpu"
+    result = penstock(
+        "profile", *WORDS, "--repeats", "1", "--sizes", "4", "--device", "cpu", "--json"
+    )
+    assert result.status == 0, result.err
+    assert json.loads(result.out)["device"] == "cpu"
 
 
 @pytest.mark.parametrize(
@@ -54,9 +56,9 @@ def test_a_profile_on_the_cpu_says_so(penstock):
 )
 def test_a_device_beside_what_it_does_not_apply_to_is_refused(penstock, words, message):
     """A flag that is passed over looks as if it had been obeyed."""
-    ran = penstock("profile", "--device", "cpu", *words)
-    assert ran.status == 2
-    assert message in ran.err
+    result = penstock("profile", "--device", "cpu", *words)
+    assert result.status == 2
+    assert message in result.err
 
 
 def outcome(**changes):

@@ -18,9 +18,9 @@ ROOT = Path(__file__).parents[2]
 
 def test_doctor_finds_this_machine_sound_and_measures_its_link(penstock):
     """Its output belongs in every report of a problem."""
-    ran = penstock("doctor", "--json")
-    facts = json.loads(ran.out)
-    assert ran.status == 0
+    result = penstock("doctor", "--json")
+    facts = json.loads(result.out)
+    assert result.status == 0
     assert facts["sound"] is True
     assert facts["two processes"].startswith("talk: ")
     assert "gloo" in facts["backends"]
@@ -35,9 +35,9 @@ def test_doctor_fails_when_two_processes_cannot_talk(penstock, monkeypatch):
         raise RunError("rank 1 was killed")
 
     monkeypatch.setattr(link, "measure_local_link", broken)
-    ran = penstock("doctor")
-    assert ran.status == 1
-    assert "do not talk: rank 1 was killed" in ran.out
+    result = penstock("doctor")
+    assert result.status == 1
+    assert "do not talk: rank 1 was killed" in result.out
 
 
 def test_doctor_knows_every_extra_that_users_install():
@@ -139,9 +139,9 @@ def test_cards_that_cannot_be_listed_are_not_taken_for_none():
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is a card here")
 def test_without_a_card_one_line_says_so(penstock):
     """Nothing to repair: the CPU computes."""
-    ran = penstock("doctor")
-    assert ran.status == 0
+    result = penstock("doctor")
+    assert result.status == 0
     about_cards = [
-        line for line in ran.out.splitlines() if line.startswith(("gpus", "nccl", "cuda"))
+        line for line in result.out.splitlines() if line.startswith(("gpus", "nccl", "cuda"))
     ]
     assert [line.split() for line in about_cards] == [["gpus", "none"]]

@@ -35,8 +35,8 @@ def test_another_number_of_stages_shares_out_the_same_costs(penstock):
 
 def test_costs_per_stage_cannot_be_shared_out(penstock):
     """How a stage of 1F1B falls apart into two is the layers' business; a guess would draw a lie."""
-    ran = penstock("draw", *SMALL, "--forward", "1,2,1,1", "--against", "zb-v")
-    assert (ran.status, "forward has 4 entries, the schedule needs 8" in ran.err) == (2, True)
+    result = penstock("draw", *SMALL, "--forward", "1,2,1,1", "--against", "zb-v")
+    assert (result.status, "forward has 4 entries, the schedule needs 8" in result.err) == (2, True)
 
 
 def test_bytes_draw_what_the_ranks_hold(penstock, tmp_path):
@@ -61,8 +61,11 @@ def test_a_png_is_written_by_its_suffix(penstock, tmp_path):
 
 def test_an_unknown_schedule_to_compare_with_is_named(penstock):
     """The same words as for the first."""
-    ran = penstock("draw", *SMALL, "--against", "zb-h3")
-    assert (ran.status, "Did you mean 'zb-h2'" in ran.err or "Did you mean 'zb-h1'" in ran.err) == (
+    result = penstock("draw", *SMALL, "--against", "zb-h3")
+    assert (
+        result.status,
+        "Did you mean 'zb-h2'" in result.err or "Did you mean 'zb-h1'" in result.err,
+    ) == (
         2,
         True,
     )
@@ -142,8 +145,8 @@ def test_a_mistake_in_what_to_draw_is_one_line(
     """The line says what to write, and no file changes."""
     monkeypatch.chdir(plan_file.parent)
     before = plan_file.read_bytes()
-    ran = penstock("draw", *words)
-    assert ran.status == 2, ran
-    assert message in ran.err
-    assert ran.err.count("\n") == 1
+    result = penstock("draw", *words)
+    assert result.status == 2, result
+    assert message in result.err
+    assert result.err.count("\n") == 1
     assert plan_file.read_bytes() == before

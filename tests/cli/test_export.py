@@ -14,8 +14,8 @@ SMALL = ("--schedule", "zb-v", "--stages", 4, "--micro-batches", 4)
 
 def test_export_prints_a_schedule_for_torch(penstock):
     """Into a pipe, with nothing else among it."""
-    ran = penstock("export", *SMALL)
-    assert (ran.status, ran.out, ran.err) == (0, to_csv(schedule("zb-v", 4, 4)), "")
+    result = penstock("export", *SMALL)
+    assert (result.status, result.out, result.err) == (0, to_csv(schedule("zb-v", 4, 4)), "")
 
 
 @pytest.mark.parametrize(
@@ -24,9 +24,9 @@ def test_export_prints_a_schedule_for_torch(penstock):
 def test_export_writes_a_file_and_says_how_to_load_it(penstock, tmp_path, flags, form):
     """torch must be told the form, and which stages to build on which rank."""
     path = tmp_path / "schedule.csv"
-    ran = penstock("export", *SMALL, "--to", path, *flags)
-    assert (ran.status, ran.out) == (0, "")
-    assert ran.err.splitlines() == [
+    result = penstock("export", *SMALL, "--to", path, *flags)
+    assert (result.status, result.out) == (0, "")
+    assert result.err.splitlines() == [
         f"wrote {path}: load it with _PipelineScheduleRuntime._load_csv('{path}', format='{form}')",
         "  rank 0 holds stages 0 3",
         "  rank 1 holds stages 1 2",
@@ -51,26 +51,26 @@ def test_export_proves_a_schedule_before_it_writes(penstock, tmp_path):
     """A file that stands still in torch tells less than we do here."""
     path = tmp_path / "bad.csv"
     path.write_text("0B0,0F0\n")
-    ran = penstock("export", "--csv", path, "--to", tmp_path / "out.csv")
-    assert ran.status == 2
-    assert "rank 0 cannot start 0B0: it needs 0F0 on rank 0" in ran.err
+    result = penstock("export", "--csv", path, "--to", tmp_path / "out.csv")
+    assert result.status == 2
+    assert "rank 0 cannot start 0B0: it needs 0F0 on rank 0" in result.err
     assert not (tmp_path / "out.csv").exists()
 
 
 def test_export_says_where_it_cannot_write(penstock, tmp_path):
     """The path is one of the words, and every command exits with status 2 for it."""
-    ran = penstock("export", *SMALL, "--to", tmp_path / "missing" / "schedule.csv")
-    assert ran.status == 2
-    assert "cannot write" in ran.err
-    assert "the folder" in ran.err
-    assert "does not exist; create it first" in ran.err
+    result = penstock("export", *SMALL, "--to", tmp_path / "missing" / "schedule.csv")
+    assert result.status == 2
+    assert "cannot write" in result.err
+    assert "the folder" in result.err
+    assert "does not exist; create it first" in result.err
 
 
 def test_the_help_of_export_has_an_example(penstock):
     """The example is what people read."""
-    ran = penstock("export", "--help")
-    assert ran.status == 0
-    assert "Example: penstock export" in ran.out
+    result = penstock("export", "--help")
+    assert result.status == 0
+    assert "Example: penstock export" in result.out
 
 
 def test_verify_finds_receives_in_another_order_than_was_sent(penstock, tmp_path):
@@ -79,11 +79,11 @@ def test_verify_finds_receives_in_another_order_than_was_sent(penstock, tmp_path
     path.write_text(
         "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\n1RECV_F1,1RECV_F0,1F0,1F1,1B0,1SEND_B0,1B1,1SEND_B1\n"
     )
-    ran = penstock("verify", "--csv", path)
-    assert ran.status == 1
+    result = penstock("verify", "--csv", path)
+    assert result.status == 1
     assert (
         "[receive order] message 1 from rank 0 to rank 1 is sent as 0SEND_F0 and received as 1RECV_F1"
-        in ran.err
+        in result.err
     )
     (finding,) = json.loads(penstock("verify", "--csv", path, "--json").out)["findings"]
     assert (finding["rule"], finding["rank"], finding["op"]) == ("receive order", 1, "1RECV_F1")

@@ -50,16 +50,16 @@ def test_a_plan_is_printed_in_the_librarys_form_and_nothing_else(
     penstock, plan_file, library, text
 ):
     """Into a pipe; what to do with it goes to standard error."""
-    ran = penstock("export", plan_file, "--as", library)
-    assert (ran.status, ran.out) == (0, text + "\n")
-    assert ran.err.startswith("use: ")
+    result = penstock("export", plan_file, "--as", library)
+    assert (result.status, result.out) == (0, text + "\n")
+    assert result.err.startswith("use: ")
 
 
 def test_what_is_left_out_is_told_once_it_is_written(penstock, plan_file, tmp_path):
     """The printed text must be enough without the documentation."""
-    ran = penstock("export", plan_file, "--as", "torchgpipe", "--to", tmp_path / "balance.txt")
-    assert (ran.status, ran.out) == (0, "")
-    lines = ran.err.splitlines()
+    result = penstock("export", plan_file, "--as", "torchgpipe", "--to", tmp_path / "balance.txt")
+    assert (result.status, result.out) == (0, "")
+    lines = result.err.splitlines()
     assert lines[0] == f"wrote {tmp_path / 'balance.txt'}"
     assert (
         lines[1]
@@ -94,13 +94,13 @@ def test_torch_gets_a_folder(penstock, plan_file, tmp_path):
 )
 def test_what_cannot_be_exported_is_said_in_a_sentence(penstock, plan_file, words, message):
     """Two is the status of words that are off."""
-    ran = penstock("export", plan_file, *words)
-    assert (ran.status, ran.out) == (2, "")
-    assert message in ran.err
+    result = penstock("export", plan_file, *words)
+    assert (result.status, result.out) == (2, "")
+    assert message in result.err
 
 
 def test_a_schedule_alone_has_no_layers(penstock):
     """All forms but the CSV are of layers."""
-    ran = penstock("export", "--schedule", "1f1b", "--stages", 2, "--as", "torchgpipe")
-    assert ran.status == 2
-    assert "--as torchgpipe needs a plan, because its format names layers" in ran.err
+    result = penstock("export", "--schedule", "1f1b", "--stages", 2, "--as", "torchgpipe")
+    assert result.status == 2
+    assert "--as torchgpipe needs a plan, because its format names layers" in result.err

@@ -46,11 +46,11 @@ def test_a_hostile_file_is_refused_with_one_line(penstock, tmp_path, kind, conte
     words = [word.format(file=tmp_path / "file") for word in COMMANDS[kind]]
     for name in ("file", "file.yaml"):
         (tmp_path / name).write_bytes(CONTENTS[content])
-    ran = penstock(*words)
-    assert ran.status == 2, ran
-    assert len(ran.err.splitlines()) == 1
-    assert ran.err.startswith("error: ")
-    assert ran.out == ""
+    result = penstock(*words)
+    assert result.status == 2, result
+    assert len(result.err.splitlines()) == 1
+    assert result.err.startswith("error: ")
+    assert result.out == ""
 
 
 SMALL = ("--schedule", "gpipe", "--stages", 2, "--micro-batches", 2)
@@ -87,12 +87,12 @@ def test_what_stands_in_the_place_of_a_file_is_refused(penstock, tmp_path, place
     with (tmp_path / "sparse").open("wb") as file:
         file.truncate(2**30)
     for words in COMMANDS.values():
-        ran = penstock(
+        result = penstock(
             *(word.removesuffix(".yaml").format(file=tmp_path / place) for word in words)
         )
-        assert ran.status == 2, ran
-        assert len(ran.err.splitlines()) == 1
-        assert ran.err.startswith("error: ")
+        assert result.status == 2, result
+        assert len(result.err.splitlines()) == 1
+        assert result.err.startswith("error: ")
 
 
 @pytest.mark.parametrize(
@@ -117,12 +117,12 @@ def test_what_stands_in_the_place_of_a_run_is_not_resumed(penstock, tmp_path, pl
     (tmp_path / "run" / "config.yaml").touch()
     with (tmp_path / "sparse").open("wb") as file:
         file.truncate(2**40)
-    ran = penstock("train", "--resume", tmp_path / place)
-    assert ran.status == 2, ran
-    assert len(ran.err.splitlines()) == 1
-    assert ran.err.startswith("error: ")
-    assert message in ran.err
-    assert ran.out == ""
+    result = penstock("train", "--resume", tmp_path / place)
+    assert result.status == 2, result
+    assert len(result.err.splitlines()) == 1
+    assert result.err.startswith("error: ")
+    assert message in result.err
+    assert result.out == ""
 
 
 @pytest.mark.parametrize(
@@ -132,10 +132,10 @@ def test_what_stands_in_the_place_of_a_run_is_not_resumed(penstock, tmp_path, pl
 def test_a_name_that_is_too_long_is_no_traceback(penstock, words):
     """Such as a text that was passed in place of a file."""
     command, *rest = words
-    ran = penstock(command, "long" * 100, *rest)
-    assert ran.status == 2, ran
-    assert len(ran.err.splitlines()) == 1
-    assert "File name too long" in ran.err
+    result = penstock(command, "long" * 100, *rest)
+    assert result.status == 2, result
+    assert len(result.err.splitlines()) == 1
+    assert "File name too long" in result.err
 
 
 @pytest.mark.parametrize("kind", ["profile", "configuration", "schedule"])
@@ -150,10 +150,10 @@ def test_a_file_of_a_gigabyte_takes_little_memory(tmp_path, kind):
         "penstock",
         *(word.format(file=path) for word in COMMANDS[kind]),
     ]
-    ran = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", MEASURE, *command], capture_output=True, text=True, check=True
     )
-    status, peak_mib, lines, message = ran.stdout.split(maxsplit=3)
+    status, peak_mib, lines, message = process.stdout.split(maxsplit=3)
     assert (status, lines) == ("2", "1"), message
     assert int(peak_mib) < 200
     assert message.startswith("error: cannot read the ")
@@ -175,7 +175,7 @@ def test_a_file_of_a_gigabyte_takes_little_memory(tmp_path, kind):
 )
 def test_sizes_of_a_typing_error_are_refused_with_what_they_take(penstock, words, message):
     """A typing error must not fill the memory."""
-    ran = penstock(*words)
-    assert ran.status == 2
-    assert message in ran.err
-    assert len(ran.err.splitlines()) == 1
+    result = penstock(*words)
+    assert result.status == 2
+    assert message in result.err
+    assert len(result.err.splitlines()) == 1

@@ -34,9 +34,9 @@ def mixed(tmp_path, profile_file):
 
 def test_a_planner_by_name_makes_the_plan_and_says_so(penstock, profile_file):
     """With what its own paper makes least."""
-    ran = penstock("plan", profile_file, "--planner", "torchgpipe")
-    assert ran.status == 0
-    assert "  by planner torchgpipe" in ran.out
+    result = penstock("plan", profile_file, "--planner", "torchgpipe")
+    assert result.status == 0
+    assert "  by planner torchgpipe" in result.out
     assert (
         json.loads(penstock("plan", profile_file, "--planner", "torchgpipe", "--json").out)[
             "planner"
@@ -48,9 +48,9 @@ def test_a_planner_by_name_makes_the_plan_and_says_so(penstock, profile_file):
 
 def test_a_wrong_planner_s_name_is_answered_with_the_closest(penstock, profile_file):
     """Wrong words are status 2, before anything is read."""
-    ran = penstock("plan", profile_file.with_name("missing.json"), "--planner", "pipedreem")
-    assert ran.status == 2
-    assert "no planner called 'pipedreem'. Did you mean 'pipedream'" in ran.err
+    result = penstock("plan", profile_file.with_name("missing.json"), "--planner", "pipedreem")
+    assert result.status == 2
+    assert "no planner called 'pipedreem'. Did you mean 'pipedream'" in result.err
 
 
 def test_compare_prints_a_row_for_each_planner_and_the_best_s_plan(
@@ -58,9 +58,9 @@ def test_compare_prints_a_row_for_each_planner_and_the_best_s_plan(
 ):
     """Fastest first; the one that is written and drawn is the first."""
     out = tmp_path / "best.json"
-    ran = penstock("plan", profile_file, "--compare", "--out", out)
-    assert ran.status == 0
-    lines = ran.out.splitlines()
+    result = penstock("plan", profile_file, "--compare", "--out", out)
+    assert result.status == 0
+    lines = result.out.splitlines()
     head = next(i for i, line in enumerate(lines) if line.split()[:2] == ["planner", "schedule"])
     rows = lines[head + 1 : lines.index("", head)]
     names = [line.split()[0] for line in rows]
@@ -68,34 +68,35 @@ def test_compare_prints_a_row_for_each_planner_and_the_best_s_plan(
     best = Plan.load(out)
     assert best.planner == names[0]
     assert " 1.00x " in rows[0]
-    assert f"{best.schedule_name} on {best.ranks} of 2 ranks" in ran.out
-    assert "rank 0 |" in ran.out
+    assert f"{best.schedule_name} on {best.ranks} of 2 ranks" in result.out
+    assert "rank 0 |" in result.out
 
 
 def test_compare_as_json_has_every_plan_or_its_refusal(penstock, profile_file):
     """For scripts: one list, each plan as `--out` writes it."""
-    ran = penstock("plan", profile_file, "--compare", "--json", "--stages", 2)
-    found = json.loads(ran.out)
-    assert {each["planner"] for each in found} == set(PLANNERS.entries())
-    assert all((each["plan"] is None) == bool(each["refusal"]) for each in found)
-    steps = [each["plan"]["predicted"]["step_s"] for each in found if each["plan"]]
+    result = penstock("plan", profile_file, "--compare", "--json", "--stages", 2)
+    content = json.loads(result.out)
+    assert {each["planner"] for each in content} == set(PLANNERS.entries())
+    assert all((each["plan"] is None) == bool(each["refusal"]) for each in content)
+    steps = [each["plan"]["predicted"]["step_s"] for each in content if each["plan"]]
     assert steps == sorted(steps)
-    assert all(len(each["plan"]["lengths"]) == 2 for each in found if each["plan"])
+    assert all(len(each["plan"]["lengths"]) == 2 for each in content if each["plan"])
 
 
 def test_compare_without_any_plan_is_refused_with_auto_s_reason(penstock, profile_file):
     """Every planner says about the same; one is enough."""
-    ran = penstock("plan", profile_file, "--compare", "--memory-limit", "100 B")
-    assert ran.status == 2
+    result = penstock("plan", profile_file, "--compare", "--memory-limit", "100 B")
+    assert result.status == 2
     assert (
-        "no planner has a plan. auto says: nothing fits the memory of local:2 at batch 8" in ran.err
+        "no planner has a plan. auto says: nothing fits the memory of local:2 at batch 8"
+        in result.err
     )
 
 
 def test_compare_and_a_planner_contradict_each_other(penstock, profile_file):
     """One of both would be ignored in silence."""
-    ran = penstock("plan", profile_file, "--compare", "--planner", "gpipe")
-    assert (ran.status, ran.err) == (
+    result = penstock("plan", profile_file, "--compare", "--planner", "gpipe")
+    assert (result.status, result.err) == (
         2,
         "error: --compare runs every planner: leave out --planner gpipe\n",
     )
@@ -123,9 +124,9 @@ def test_numbers_that_cannot_be_are_refused_by_name(
     penstock, profile_file, words, message, compare
 ):
     """Status 2, one line, nothing printed."""
-    ran = penstock("plan", profile_file, *words, *compare)
-    assert (ran.status, ran.out) == (2, "")
-    assert ran.err.startswith(message)
+    result = penstock("plan", profile_file, *words, *compare)
+    assert (result.status, result.out) == (2, "")
+    assert result.err.startswith(message)
 
 
 def test_no_copies_where_none_are_allowed(penstock, profile_file):
@@ -142,9 +143,9 @@ def test_no_copies_where_none_are_allowed(penstock, profile_file):
 
 def test_a_spent_budget_still_gives_a_plan(penstock, profile_file):
     """The best so far."""
-    ran = penstock("plan", profile_file, "--budget", 0, "--json")
-    assert ran.status == 0
-    assert json.loads(ran.out)["predicted"]["step_s"] > 0
+    result = penstock("plan", profile_file, "--budget", 0, "--json")
+    assert result.status == 0
+    assert json.loads(result.out)["predicted"]["step_s"] > 0
 
 
 def test_a_mixed_cluster_takes_a_profile_for_every_kind(penstock, mixed):
@@ -179,16 +180,16 @@ def test_a_mixed_cluster_takes_a_profile_for_every_kind(penstock, mixed):
 def test_two_profiles_of_one_device_or_of_none_are_refused(penstock, mixed, profile_file):
     """It would be unclear which of them counts."""
     where, quick, slow = mixed
-    ran = penstock("plan", quick, quick, "--cluster", where)
-    assert (ran.status, ran.err) == (
+    result = penstock("plan", quick, quick, "--cluster", where)
+    assert (result.status, result.err) == (
         2,
         "error: two profiles are of the same device: quick, quick\n",
     )
-    ran = penstock("plan", quick, profile_file, "--cluster", where)
-    assert ran.status == 2
-    assert f"{profile_file} does not name its device" in ran.err
-    ran = penstock("plan", quick, slow, "--cluster", "2xV100-NVLink")
-    assert (ran.status, ran.err) == (
+    result = penstock("plan", quick, profile_file, "--cluster", where)
+    assert result.status == 2
+    assert f"{profile_file} does not name its device" in result.err
+    result = penstock("plan", quick, slow, "--cluster", "2xV100-NVLink")
+    assert (result.status, result.err) == (
         2,
         (
             "error: there is no profile for V100 of 2xV100-NVLink, only for quick, slow: measure the model on that device (ps.profile, "

@@ -20,10 +20,10 @@ def plan_file(profile_file, tmp_path):
 
 def test_a_plan_becomes_a_page_tables_and_markdown(penstock, plan_file, tmp_path):
     """Each where the words say."""
-    ran = penstock("report", plan_file, "--markdown", tmp_path / "md", "--csv", tmp_path / "csv")
-    assert ran.status == 0, ran.err
+    result = penstock("report", plan_file, "--markdown", tmp_path / "md", "--csv", tmp_path / "csv")
+    assert result.status == 0, result.err
     page = tmp_path / "plan-report.html"
-    assert ran.out.splitlines()[0] == f"wrote {page}"
+    assert result.out.splitlines()[0] == f"wrote {page}"
     assert page.read_text().startswith("<!DOCTYPE html>")
     assert "## Plan plan" in (tmp_path / "md" / "report.md").read_text()
     assert (tmp_path / "csv" / "candidates.csv").exists()
@@ -42,22 +42,22 @@ def test_what_is_no_run_and_no_plan_is_one_message(
 ):
     """Exit status 2, and no traceback."""
     monkeypatch.chdir(profile_file.parent)
-    ran = penstock("report", source)
-    assert ran.status == 2
-    assert message in ran.err
-    assert ran.err.count("\n") == 1
+    result = penstock("report", source)
+    assert result.status == 2
+    assert message in result.err
+    assert result.err.count("\n") == 1
 
 
 def test_a_page_that_cannot_be_written_is_one_message(penstock, plan_file, tmp_path):
     """The message names the folder that does not exist."""
-    ran = penstock("report", plan_file, "--out", tmp_path / "no" / "x.html")
-    assert ran.status == 2
-    assert "does not exist" in ran.err
+    result = penstock("report", plan_file, "--out", tmp_path / "no" / "x.html")
+    assert result.status == 2
+    assert "does not exist" in result.err
 
 
 def test_the_folder_of_a_study_is_left_to_its_command(penstock, tmp_path):
     """A study has reports of its own."""
     (tmp_path / "records.jsonl").write_text("")
-    ran = penstock("report", tmp_path)
-    assert ran.status == 2
-    assert "penstock study" in ran.err
+    result = penstock("report", tmp_path)
+    assert result.status == 2
+    assert "penstock study" in result.err

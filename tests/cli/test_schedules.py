@@ -136,8 +136,8 @@ def test_json_has_the_rows_and_the_refusals(penstock):
 )
 def test_wrong_words_are_said(penstock, words, message):
     """With what is right."""
-    ran = penstock("schedules", *words)
-    assert (ran.status, message in ran.err) == (2, True)
+    result = penstock("schedules", *words)
+    assert (result.status, message in result.err) == (2, True)
 
 
 def test_a_schedule_is_put_on_the_ranks_with_as_many_stages_as_it_takes():

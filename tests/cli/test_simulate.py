@@ -12,9 +12,9 @@ STREAM = ("--schedule", "pipedream", "--stages", 4, "--micro-batches", 1)
 
 def test_simulate_prints_the_contract_s_json(penstock):
     """docs/design.md promises these fields to scripts."""
-    ran = penstock("simulate", *SMALL, "--forward", 1, "--backward", 2, "--json")
-    facts = json.loads(ran.out)
-    assert ran.status == 0
+    result = penstock("simulate", *SMALL, "--forward", 1, "--backward", 2, "--json")
+    facts = json.loads(result.out)
+    assert result.status == 0
     assert facts["makespan"] == 33
     assert facts["bubble_ratio"] == pytest.approx(3 / 11)
     assert facts["peak_in_flight"] == [4, 3, 2, 1]
@@ -22,7 +22,7 @@ def test_simulate_prints_the_contract_s_json(penstock):
 
 def test_simulate_takes_costs_per_stage_and_per_boundary_with_units(penstock):
     """Real stages are never equal."""
-    ran = penstock(
+    result = penstock(
         "simulate",
         "--schedule",
         "gpipe",
@@ -38,7 +38,7 @@ def test_simulate_takes_costs_per_stage_and_per_boundary_with_units(penstock):
         "500ms",
         "--json",
     )
-    assert json.loads(ran.out)["makespan"] == pytest.approx(1 + 0.5 + 2 + 4 + 0.5 + 2)
+    assert json.loads(result.out)["makespan"] == pytest.approx(1 + 0.5 + 2 + 4 + 0.5 + 2)
 
 
 def test_simulate_without_json_is_for_people_and_draws_on_request(penstock):

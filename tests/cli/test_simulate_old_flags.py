@@ -28,16 +28,16 @@ def test_an_old_flag_does_what_the_new_one_does_and_names_it(penstock, words, ol
     assert renamed.status == 0
     assert renamed.err == ""
     assert renamed.out != plain.out, f"{new} must change something here"
-    ran = penstock(*words, old, "5" if "bytes" not in old else "20")
-    assert (ran.status, ran.out) == (0, renamed.out)
-    assert ran.err.strip() == f"{old} is deprecated: use {new}"
+    result = penstock(*words, old, "5" if "bytes" not in old else "20")
+    assert (result.status, result.out) == (0, renamed.out)
+    assert result.err.strip() == f"{old} is deprecated: use {new}"
 
 
 def test_both_flags_at_once_are_refused(penstock):
     """One of the two would win in silence."""
-    ran = penstock(*DUALPIPE, "--pair", 1, "--forward-backward", 2)
-    assert ran.status == 2
-    assert "--pair is the old name of --forward-backward, and both are given" in ran.err
+    result = penstock(*DUALPIPE, "--pair", 1, "--forward-backward", 2)
+    assert result.status == 2
+    assert "--pair is the old name of --forward-backward, and both are given" in result.err
 
 
 def test_help_shows_the_new_flags_alone(penstock):

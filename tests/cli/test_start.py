@@ -14,16 +14,18 @@ def test_simulate_loads_no_torch():
         "from penstock.cli.main import status\n"
         "raise SystemExit(status(['simulate', '--schedule', '1f1b', '--stages', '2', '--micro-batches', '2', '--json']))"
     )
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert ran.returncode == 0, ran.stderr
-    assert '"makespan"' in ran.stdout
+    process = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    assert process.returncode == 0, process.stderr
+    assert '"makespan"' in process.stdout
 
 
 def test_a_reader_that_goes_away_is_no_traceback():
     """`penstock schedules | head -0` must end quietly."""
     reader, writer = os.pipe()
     os.close(reader)
-    ran = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "penstock", "schedules"],
         stdout=writer,
         stderr=subprocess.PIPE,
@@ -31,7 +33,7 @@ def test_a_reader_that_goes_away_is_no_traceback():
         check=False,
     )
     os.close(writer)
-    assert "Traceback" not in ran.stderr
+    assert "Traceback" not in process.stderr
 
 
 def test_no_colour_codes_leave_a_terminal_less_run():
@@ -48,5 +50,5 @@ def test_no_colour_codes_leave_a_terminal_less_run():
         "--micro-batches",
         "2",
     ]
-    ran = subprocess.run(words, capture_output=True, text=True, check=True)
-    assert "\x1b" not in ran.stdout
+    process = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert "\x1b" not in process.stdout

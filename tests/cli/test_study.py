@@ -28,13 +28,13 @@ def test_a_quick_study_of_two_rules_writes_everything_and_is_not_run_twice(penst
     )
     first = penstock(*words, "--json")
     assert first.status == 0, first.err
-    found = json.loads(first.out)
-    assert {record["rule"] for record in found["records"]} == {"flush", "stash"}
-    assert {record["batches"] for record in found["records"]} == {2}
-    by_rule = {pace["rule"]: pace for pace in found["paces"]}
+    content = json.loads(first.out)
+    assert {record["rule"] for record in content["records"]} == {"flush", "stash"}
+    assert {record["batches"] for record in content["records"]} == {2}
+    by_rule = {pace["rule"]: pace for pace in content["paces"]}
     assert by_rule["stash"]["staleness"] == [1, 0]
     assert by_rule["stash"]["versions"] == [2, 1]
-    assert all(pace["simulated_s"] > 0 for pace in found["paces"])
+    assert all(pace["simulated_s"] > 0 for pace in content["paces"])
     for name in (
         "study.json",
         "study.md",
@@ -65,15 +65,15 @@ def test_a_quick_study_of_two_rules_writes_everything_and_is_not_run_twice(penst
 )
 def test_wrong_words_are_refused_before_anything_runs(penstock, tmp_path, words, message):
     """Exit status 2, one message, no folder."""
-    ran = penstock("study", *words, "--out", tmp_path / "new")
-    assert ran.status == 2
-    assert message in ran.err
+    result = penstock("study", *words, "--out", tmp_path / "new")
+    assert result.status == 2
+    assert message in result.err
     assert not (tmp_path / "new").exists()
 
 
 def test_a_folder_that_cannot_be_written_is_said_at_once(penstock, tmp_path):
     """Before the first case, not after it."""
     (tmp_path / "file").write_text("")
-    ran = penstock("study", "convergence", "--quick", "--out", tmp_path / "file")
-    assert ran.status == 2
-    assert "cannot store records in" in ran.err
+    result = penstock("study", "convergence", "--quick", "--out", tmp_path / "file")
+    assert result.status == 2
+    assert "cannot store records in" in result.err

@@ -98,11 +98,11 @@ def test_words_that_would_make_another_run_are_refused_with_both_values(
     is written before that is said.
     """
     before = contents(folder)
-    ran = penstock("train", "--out", folder, "--resume", *words)
-    assert ran.status == 2
+    result = penstock("train", "--out", folder, "--resume", *words)
+    assert result.status == 2
     assert (
         f"the run in {folder} cannot continue with these settings: {message}. Leave that out"
-        in ran.err
+        in result.err
     )
     assert contents(folder) == before
 
@@ -111,10 +111,10 @@ def test_a_file_of_settings_is_held_against_the_run_as_flags_are(penstock, folde
     """`penstock train recipe.yaml --resume`: only what stands in the file is said."""
     file = tmp_path / "recipe.yaml"
     file.write_text("model: mlp\nbatch: 128\nlr: 0.01\nseed: 4\n")
-    ran = penstock("train", file, "--out", folder, "--resume")
-    assert ran.status == 2
-    assert "its seed is 3, not 4" in ran.err
-    assert "batch" not in ran.err
+    result = penstock("train", file, "--out", folder, "--resume")
+    assert result.status == 2
+    assert "its seed is 3, not 4" in result.err
+    assert "batch" not in result.err
     file.write_text(f"model: mlp\nlr: 0.01\nout: {folder}\nresume: true\n")
     config, changed = resume_settings(file, {"epochs": 2})
     assert changed == ["epochs: 5 -> 2", "limit_steps: 4 -> none", "lr: 0.05 -> 0.01"]
@@ -154,10 +154,10 @@ def test_without_words_a_run_goes_on_with_its_own_settings(folder, how):
 def test_what_cannot_be_done_is_refused_before_the_folder_changes(penstock, folder, words, message):
     """The run's own plan and configuration are what the next try starts from."""
     before = contents(folder)
-    ran = penstock("train", folder, "--resume", *words)
-    assert ran.status == 2
-    assert "Traceback" not in ran.err
-    assert re.search(message, ran.err), ran.err
+    result = penstock("train", folder, "--resume", *words)
+    assert result.status == 2
+    assert "Traceback" not in result.err
+    assert re.search(message, result.err), result.err
     assert contents(folder) == before
 
 
@@ -165,18 +165,18 @@ def test_folders_that_hold_nothing_to_go_on_with_are_named(penstock, folder, tmp
     """No folder, no run, no checkpoint, two folders; and a folder where a file of settings should
     be.
     """
-    ran = penstock("train", "--resume")
-    assert "resume needs the folder of the run to continue" in ran.err
-    ran = penstock("train", "--out", tmp_path / "nowhere", "--resume")
-    assert "nowhere holds no run to continue: there is no config.yaml" in ran.err
+    result = penstock("train", "--resume")
+    assert "resume needs the folder of the run to continue" in result.err
+    result = penstock("train", "--out", tmp_path / "nowhere", "--resume")
+    assert "nowhere holds no run to continue: there is no config.yaml" in result.err
     assert not (tmp_path / "nowhere").exists()
-    ran = penstock("train", folder, "--out", tmp_path / "other", "--resume")
-    assert "two runs to continue: the one in" in ran.err
-    ran = penstock("train", folder)
-    assert "is a folder: add --resume to resume the run in it" in ran.err
+    result = penstock("train", folder, "--out", tmp_path / "other", "--resume")
+    assert "two runs to continue: the one in" in result.err
+    result = penstock("train", folder)
+    assert "is a folder: add --resume to resume the run in it" in result.err
     shutil.rmtree(folder / "checkpoints")
-    ran = penstock("train", folder, "--resume")
-    assert "holds no checkpoint to continue from: there is none in checkpoints" in ran.err
+    result = penstock("train", folder, "--resume")
+    assert "holds no checkpoint to continue from: there is none in checkpoints" in result.err
 
 
 def test_a_damaged_checkpoint_leaves_the_folder_as_it_was(penstock, folder):
@@ -186,20 +186,20 @@ def test_a_damaged_checkpoint_leaves_the_folder_as_it_was(penstock, folder):
     content[-3] ^= 4
     file.write_bytes(content)
     before = contents(folder)
-    ran = penstock("train", folder, "--resume", "--lr", "0.01")
-    assert ran.status == 1
-    assert f"{file.name} of the checkpoint" in ran.err
-    assert "is damaged: its SHA-256 is" in ran.err
+    result = penstock("train", folder, "--resume", "--lr", "0.01")
+    assert result.status == 1
+    assert f"{file.name} of the checkpoint" in result.err
+    assert "is damaged: its SHA-256 is" in result.err
     assert contents(folder) == before
 
 
 def test_a_new_learning_rate_is_applied_and_said_and_the_old_settings_are_kept(penstock, folder):
     """It was silently left out: the optimizer's state brings the old one back."""
     words = ("--lr", "0.01", "--momentum", "0.5", "--limit-steps", "6", "--micro-batches", "4")
-    ran = penstock("train", folder, "--resume", *words)
-    assert ran.status == 0, ran.err
+    result = penstock("train", folder, "--resume", *words)
+    assert result.status == 0, result.err
     changed = "limit_steps: 4 -> 6, micro_batches: 2 -> 4, lr: 0.05 -> 0.01, momentum: 0.9 -> 0.5"
-    assert f"resuming {folder} with changed settings: {changed}" in ran.out.replace("\n", " ")
+    assert f"resuming {folder} with changed settings: {changed}" in result.out.replace("\n", " ")
     saved = folder / "checkpoints" / "step-000006"
     checkpoint = json.loads((saved / "checkpoint.json").read_text())
     assert checkpoint["step"] == 6
@@ -217,19 +217,19 @@ def test_a_new_learning_rate_is_applied_and_said_and_the_old_settings_are_kept(p
 def test_the_weights_of_a_run_are_exported(penstock, folder, tmp_path):
     """Of its newest or its best checkpoint, or of one that is named."""
     target = tmp_path / "weights.pt"
-    ran = penstock("export-weights", folder, target, "--as", "state-dict")
-    assert ran.out == f"wrote the weights of step 4 to {target}\n"
-    ran = penstock("export-weights", folder, tmp_path / "hf", "--as", "huggingface", "--best")
-    assert ran.out == f"wrote the weights of step 4 to {tmp_path}/hf/model.safetensors\n"
-    ran = penstock("export-weights", folder / "checkpoints" / "step-000004", tmp_path / "x")
-    assert ran.out == f"wrote the weights to {tmp_path}/x\n"
+    result = penstock("export-weights", folder, target, "--as", "state-dict")
+    assert result.out == f"wrote the weights of step 4 to {target}\n"
+    result = penstock("export-weights", folder, tmp_path / "hf", "--as", "huggingface", "--best")
+    assert result.out == f"wrote the weights of step 4 to {tmp_path}/hf/model.safetensors\n"
+    result = penstock("export-weights", folder / "checkpoints" / "step-000004", tmp_path / "x")
+    assert result.out == f"wrote the weights to {tmp_path}/x\n"
     plain, other = load_weights(target), load_weights(tmp_path / "hf")
     assert plain.keys() == other.keys()
     assert all(torch.equal(plain[name], other[name]) for name in plain)
-    ran = penstock("export-weights", tmp_path / "hf", tmp_path / "x", "--best")
-    assert (ran.status, "is for the folder of a run" in ran.err) == (2, True)
-    ran = penstock("export-weights", folder, tmp_path / "x", "--as", "tar")
-    assert (ran.status, "format is safetensors, state-dict, huggingface, dcp" in ran.err) == (
+    result = penstock("export-weights", tmp_path / "hf", tmp_path / "x", "--best")
+    assert (result.status, "is for the folder of a run" in result.err) == (2, True)
+    result = penstock("export-weights", folder, tmp_path / "x", "--as", "tar")
+    assert (result.status, "format is safetensors, state-dict, huggingface, dcp" in result.err) == (
         2,
         True,
     )
@@ -237,18 +237,18 @@ def test_the_weights_of_a_run_are_exported(penstock, folder, tmp_path):
 
 def test_another_number_of_ranks_is_asked_for_in_the_folder_of_a_run(penstock, folder, tmp_path):
     """A run that trains looks for the request twice a second."""
-    ran = penstock("resize", folder, 3)
-    assert (ran.status, "no run is training in" in ran.err) == (2, True), "it has ended"
-    assert f"`penstock train --resume {folder} --ranks 3`" in ran.err
+    result = penstock("resize", folder, 3)
+    assert (result.status, "no run is training in" in result.err) == (2, True), "it has ended"
+    assert f"`penstock train --resume {folder} --ranks 3`" in result.err
     assert not (folder / "resize.json").exists()
     with FolderLock(folder):
-        ran = penstock("resize", folder, 3)
-    assert ran.out == f"{folder} goes on with 3 ranks after its next checkpoint\n"
+        result = penstock("resize", folder, 3)
+    assert result.out == f"{folder} goes on with 3 ranks after its next checkpoint\n"
     assert json.loads((folder / "resize.json").read_text()) == {"ranks": 3}
-    ran = penstock("resize", folder, 0)
-    assert (ran.status, "a run has 1 rank or more, not 0" in ran.err) == (2, True)
-    ran = penstock("resize", tmp_path / "none", 3)
-    assert (ran.status, "holds no run: its config.yaml is not there" in ran.err) == (2, True)
+    result = penstock("resize", folder, 0)
+    assert (result.status, "a run has 1 rank or more, not 0" in result.err) == (2, True)
+    result = penstock("resize", tmp_path / "none", 3)
+    assert (result.status, "holds no run: its config.yaml is not there" in result.err) == (2, True)
 
 
 def begun_on_cuda(folder):
@@ -264,19 +264,19 @@ def test_a_run_of_a_card_does_not_go_on_on_the_cpu_by_itself(penstock, folder, m
     begun_on_cuda(folder)
     before = contents(folder)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    ran = penstock("train", "--out", folder, "--resume", "--limit-steps", "6")
-    assert ran.status == 2
-    assert "device cuda: no CUDA device is visible" in ran.err
+    result = penstock("train", "--out", folder, "--resume", "--limit-steps", "6")
+    assert result.status == 2
+    assert "device cuda: no CUDA device is visible" in result.err
     assert contents(folder) == before
 
 
 def test_a_run_of_a_card_goes_on_on_the_cpu_where_that_is_said(penstock, folder):
     """Weights and optimizer state are loaded there, and the report says that the device is another."""
     begun_on_cuda(folder)
-    ran = penstock("train", "--out", folder, "--resume", "--limit-steps", "6", "--device", "cpu")
-    assert ran.status == 0, ran.err
-    assert "device: cuda -> cpu" in ran.out
-    assert "the run was on cuda and continues on cpu: weights and optimizer state" in ran.out
+    result = penstock("train", "--out", folder, "--resume", "--limit-steps", "6", "--device", "cpu")
+    assert result.status == 0, result.err
+    assert "device: cuda -> cpu" in result.out
+    assert "the run was on cuda and continues on cpu: weights and optimizer state" in result.out
     outcome = json.loads((folder / "outcome.json").read_text())
     assert (outcome["steps"], outcome["device"]) == (6, "cpu")
     assert outcome["measured_peak_allocated"] is None
@@ -286,9 +286,9 @@ def test_a_run_of_a_card_goes_on_on_the_cpu_where_that_is_said(penstock, folder)
 
 def test_a_run_that_does_not_exist_is_one_message(penstock, tmp_path):
     """A typing error in the name of a run is not a file that cannot be read."""
-    ran = penstock("train", "--resume", tmp_path / "none")
-    assert ran.status == 2
-    assert ran.err == (
+    result = penstock("train", "--resume", tmp_path / "none")
+    assert result.status == 2
+    assert result.err == (
         f"error: {tmp_path}/none does not exist: --resume needs the folder of a run, such as "
         "runs/NAME\n"
     )

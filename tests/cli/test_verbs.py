@@ -29,9 +29,9 @@ def test_verify_says_what_is_wrong_with_a_csv_and_fails(penstock, tmp_path):
     """An unsound schedule is failed work (1), not wrong words (2)."""
     path = tmp_path / "bad.csv"
     path.write_text("0F0,0F1,0B0,0B1\n1B0,1F0,1F1,1B1\n")
-    ran = penstock("verify", "--csv", path)
-    assert ran.status == 1
-    assert "rank 1 cannot start 1B0: it needs 1F0 on rank 1" in ran.err
+    result = penstock("verify", "--csv", path)
+    assert result.status == 1
+    assert "rank 1 cannot start 1B0: it needs 1F0 on rank 1" in result.err
     facts = json.loads(penstock("verify", "--csv", path, "--json").out)
     assert facts["sound"] is False
     assert facts["findings"][0]["rule"] == "no cycle"
@@ -58,20 +58,20 @@ def test_partition_cuts_a_profile(penstock, profile_file):
 def test_plan_explains_itself_and_writes_what_it_found(penstock, profile_file, tmp_path):
     """A plan is to be read, kept and used."""
     target = tmp_path / "plan.json"
-    ran = penstock("plan", profile_file, "--cluster", "local:2", "--batch", 8, "--out", target)
-    assert ran.status == 0
-    assert "candidates, best first" in ran.out
+    result = penstock("plan", profile_file, "--cluster", "local:2", "--batch", 8, "--out", target)
+    assert result.status == 0
+    assert "candidates, best first" in result.out
     assert json.loads(target.read_text())["batch"] == 8
 
 
 def test_profile_measures_and_writes(penstock, tmp_path):
     """The file is what `partition` and `plan` take."""
     target = tmp_path / "mlp.json"
-    ran = penstock(
+    result = penstock(
         "profile", "--model", "mlp", "--image", 8, "--batch", 8, "--repeats", 1, "--out", target
     )
-    assert ran.status == 0
-    assert "fc1" in ran.out
+    assert result.status == 0
+    assert "fc1" in result.out
     assert json.loads(penstock("partition", target, "--stages", 3, "--json").out)
 
 
@@ -152,10 +152,10 @@ def test_profile_measures_and_writes(penstock, tmp_path):
 )
 def test_wrong_words_get_one_message_and_exit_status_2(penstock, words, message):
     """No traceback, nothing measured, nothing started."""
-    ran = penstock(*words)
-    assert ran.status == 2
-    assert message in " ".join(ran.err.split())
-    assert "Traceback" not in ran.err
+    result = penstock(*words)
+    assert result.status == 2
+    assert message in " ".join(result.err.split())
+    assert "Traceback" not in result.err
 
 
 @pytest.mark.parametrize(
@@ -183,9 +183,9 @@ def test_words_that_the_parser_refuses_exit_with_2(penstock, words):
 )
 def test_every_verb_has_help_with_an_example(penstock, verb):
     """An example says more than a list of flags."""
-    ran = penstock(verb, "--help")
-    assert ran.status == 0
-    assert f"Example: penstock {verb}" in " ".join(ran.out.replace("│", " ").split())
+    result = penstock(verb, "--help")
+    assert result.status == 0
+    assert f"Example: penstock {verb}" in " ".join(result.out.replace("│", " ").split())
 
 
 def test_train_under_a_launcher_without_an_address_says_what_is_missing(penstock, monkeypatch):
@@ -193,9 +193,9 @@ def test_train_under_a_launcher_without_an_address_says_what_is_missing(penstock
     monkeypatch.setenv("RANK", "0")
     for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
-    ran = penstock("train", "--model", "mlp")
-    assert ran.status == 1
-    assert "RANK is set, but not WORLD_SIZE, MASTER_ADDR, MASTER_PORT" in ran.err
+    result = penstock("train", "--model", "mlp")
+    assert result.status == 1
+    assert "RANK is set, but not WORLD_SIZE, MASTER_ADDR, MASTER_PORT" in result.err
 
 
 @pytest.mark.parametrize(
@@ -210,16 +210,16 @@ def test_train_under_a_launcher_without_an_address_says_what_is_missing(penstock
 def test_an_option_that_does_not_fit_is_refused(penstock, words, message):
     """By its name, with what to write instead."""
     verb, *rest = words
-    ran = penstock(verb, "--schedule", "1f1b", "--stages", 2, "--micro-batches", 4, *rest)
-    assert ran.status in (1, 2)
-    assert message in ran.err
+    result = penstock(verb, "--schedule", "1f1b", "--stages", 2, "--micro-batches", 4, *rest)
+    assert result.status in (1, 2)
+    assert message in result.err
 
 
 def test_a_schedule_made_to_measure_is_not_verified_without_costs(penstock):
     """`verify` has no flags for them; it says who has."""
-    ran = penstock("verify", "--schedule", "zb-1p", "--stages", 2)
-    assert ran.status in (1, 2)
-    assert "penstock simulate" in ran.err
+    result = penstock("verify", "--schedule", "zb-1p", "--stages", 2)
+    assert result.status in (1, 2)
+    assert "penstock simulate" in result.err
 
 
 STREAM = ("--schedule", "pipedream", "--stages", 4, "--micro-batches", 1)

@@ -11,9 +11,9 @@ PIPEDREAM = ("verify", "--schedule", "pipedream", "--stages", 4, "--micro-batche
 
 def test_staleness_and_versions_per_stage_are_shown(penstock):
     """The costs of asynchrony must be known before training."""
-    ran = penstock(*PIPEDREAM)
-    assert ran.status == 0
-    assert ran.out.splitlines() == [
+    result = penstock(*PIPEDREAM)
+    assert result.status == 0
+    assert result.out.splitlines() == [
         "pipedream is sound: 4 stages on 4 ranks, 1 micro-batch per batch, 8 batches shown",
         "staleness per stage       max 3 2 1 0, mean 3 2 1 0, weight rule stash",
         "weight versions per stage 4 3 2 1",
@@ -42,14 +42,14 @@ def test_what_other_copies_have_learned_and_a_batch_lacks_is_shown(penstock):
 
 def test_a_rule_that_does_not_go_with_the_schedule_is_a_finding(penstock):
     """Exit status 1, as for everything unsound; an unknown rule is a usage error, 2."""
-    ran = penstock(*PIPEDREAM, "--weights", "double-buffer", "--json")
-    assert ran.status == 1
-    (finding,) = json.loads(ran.out)["findings"]
+    result = penstock(*PIPEDREAM, "--weights", "double-buffer", "--json")
+    assert result.status == 1
+    (finding,) = json.loads(result.out)["findings"]
     assert finding["rule"] == "weights"
     assert "as many micro-batches in a batch as there are stages" in finding["message"]
-    ran = penstock(*PIPEDREAM, "--weights", "double-bufer")
-    assert ran.status == 2
-    assert "Did you mean 'double-buffer'?" in ran.err
+    result = penstock(*PIPEDREAM, "--weights", "double-bufer")
+    assert result.status == 2
+    assert "Did you mean 'double-buffer'?" in result.err
 
 
 @pytest.mark.parametrize(

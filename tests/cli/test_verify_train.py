@@ -17,9 +17,9 @@ MLP = ("verify", "--train", "mlp", "--threads", "--batch", "8")
 
 def test_a_sound_pipeline_agrees_and_says_on_what(penstock):
     """The self-check for who has no script yet."""
-    ran = penstock(*MLP, "--schedule", "zb-h1", "--stages", 3, "--micro-batches", 4)
-    assert ran.status == 0, ran.err
-    lines = ran.out.splitlines()
+    result = penstock(*MLP, "--schedule", "zb-h1", "--stages", 3, "--micro-batches", 4)
+    assert result.status == 0, result.err
+    lines = result.out.splitlines()
     assert lines[0].startswith(
         "pipeline against one device: 16 gradients, 0 buffers, 1 output and the loss; largest relative difference "
     )
@@ -29,9 +29,9 @@ def test_a_sound_pipeline_agrees_and_says_on_what(penstock):
 @pytest.mark.parametrize("executor", [(), ("--threads",)])
 def test_more_stages_than_layers_are_refused_before_a_rank_is_started(penstock, executor):
     """Ninety-nine processes that all find out would take minutes to say so."""
-    ran = penstock("verify", "--train", "mlp", "--stages", 99, *executor)
-    assert ran.status == 2
-    assert "mlp has 15 layers, which make at most as many stages, not 99" in ran.err
+    result = penstock("verify", "--train", "mlp", "--stages", 99, *executor)
+    assert result.status == 2
+    assert "mlp has 15 layers, which make at most as many stages, not 99" in result.err
 
 
 def test_a_wrong_gradient_is_exit_status_1(penstock, monkeypatch):
@@ -43,12 +43,12 @@ def test_a_wrong_gradient_is_exit_status_1(penstock, monkeypatch):
         return Payload.flat([leaf * 1.1 for leaf in sent.leaves]) if self.index == 1 else sent
 
     monkeypatch.setattr(Stage, "backward", wrong)
-    ran = penstock(*MLP, "--json")
-    assert ran.status == 1
-    found = json.loads(ran.out)
-    assert (found["agrees"], found["ranks"], found["tolerance"]) == (False, 2, 0.001)
-    assert found["relative"] > 0.05
-    assert max(found["gradients"], key=found["gradients"].get).startswith("fc")
+    result = penstock(*MLP, "--json")
+    assert result.status == 1
+    content = json.loads(result.out)
+    assert (content["agrees"], content["ranks"], content["tolerance"]) == (False, 2, 0.001)
+    assert content["relative"] > 0.05
+    assert max(content["gradients"], key=content["gradients"].get).startswith("fc")
     assert "NOT as one device does" in penstock(*MLP).out
 
 
@@ -66,9 +66,9 @@ def test_options_of_the_model_and_of_training_go_along(penstock):
         "--autocast",
         "bfloat16",
     )
-    ran = penstock("verify", "--train", "gpt", "--threads", "--batch", "8", *words)
-    assert ran.status == 0, ran.err
-    assert "29 gradients" in ran.out
+    result = penstock("verify", "--train", "gpt", "--threads", "--batch", "8", *words)
+    assert result.status == 0, result.err
+    assert "29 gradients" in result.out
 
 
 def test_a_plan_is_checked_as_it_is(penstock, tmp_path):
@@ -79,9 +79,9 @@ def test_a_plan_is_checked_as_it_is(penstock, tmp_path):
     ps.plan(
         profile, ps.cluster("local:2"), batch=8, stages=2, schedules=["1f1b"], micro_batches=2
     ).save(plan)
-    ran = penstock(*MLP, "--plan", plan)
-    assert ran.status == 0, ran.err
-    assert "as one device does" in ran.out
+    result = penstock(*MLP, "--plan", plan)
+    assert result.status == 0, result.err
+    assert "as one device does" in result.out
 
 
 @pytest.mark.parametrize(
@@ -102,6 +102,6 @@ def test_a_plan_is_checked_as_it_is(penstock, tmp_path):
 )
 def test_wrong_words_are_exit_status_2(penstock, words, message):
     """As everywhere on the command line."""
-    ran = penstock(*MLP, *words)
-    assert ran.status == 2
-    assert message in ran.err
+    result = penstock(*MLP, *words)
+    assert result.status == 2
+    assert message in result.err

@@ -32,10 +32,10 @@ def test_the_legend_explains_shades(name, stages, size, meaning):
     """Shades mean stages if a rank has several, batches if a batch has several micro-batches, and
     otherwise there is one shade.
     """
-    made = schedule(name, stages, size)
-    assert BoxShades.of(unit_timeline(made)).meaning == meaning
+    example = schedule(name, stages, size)
+    assert BoxShades.of(unit_timeline(example)).meaning == meaning
     for form in ("svg", "html"):
-        assert re.findall("shades: [^<]*", draw(made, format=form).replace("&#x27;", "'")) == [
+        assert re.findall("shades: [^<]*", draw(example, format=form).replace("&#x27;", "'")) == [
             meaning
         ] * bool(meaning) * (2 if form == "html" else 1)
 

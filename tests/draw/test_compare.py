@@ -18,8 +18,8 @@ from penstock.simulate.simulate import simulate_schedule
 
 
 def timeline(name="1f1b", forward=0.010, source="simulated"):
-    made = simulate_schedule(schedule(name, stages=3, micro_batches=4), Costs(forward=forward))
-    return replace(made, source=source)
+    simulated = simulate_schedule(schedule(name, stages=3, micro_batches=4), Costs(forward=forward))
+    return replace(simulated, source=source)
 
 
 def test_both_rows_of_a_rank_share_one_time_scale():

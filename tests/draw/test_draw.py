@@ -25,24 +25,24 @@ from penstock.simulate.simulate import simulate_schedule
 @settings(deadline=None, max_examples=30)
 def test_every_schedule_is_drawn_in_every_format(name, stages, micro_batches):
     """Drawing knows no schedule by name, so it may fail on none."""
-    made = schedule(name, stages=stages, micro_batches=micro_batches)
-    rows = [line for line in draw(made).splitlines() if line.startswith("rank ")]
+    example = schedule(name, stages=stages, micro_batches=micro_batches)
+    rows = [line for line in draw(example).splitlines() if line.startswith("rank ")]
     assert len(rows) == stages
     assert len({len(row) for row in rows}) == 1
-    ET.fromstring(draw(made, format="svg"))
-    assert draw(made, format="html").endswith("</html>\n")
+    ET.fromstring(draw(example, format="svg"))
+    assert draw(example, format="html").endswith("</html>\n")
     slices = [
         entry
-        for entry in json.loads(draw(made, format="json"))["traceEvents"]
+        for entry in json.loads(draw(example, format="json"))["traceEvents"]
         if entry["ph"] == "X"
     ]
-    assert sum(entry["cat"] != "transfer" for entry in slices) == len(made.ops)
+    assert sum(entry["cat"] != "transfer" for entry in slices) == len(example.ops)
 
 
 def test_a_schedule_is_drawn_as_its_simulation_with_the_papers_units():
     """Drawing may not call the simulator, and must not differ from it either."""
-    made = schedule("1f1b", stages=4, micro_batches=8)
-    assert draw(made) == draw(simulate_schedule(made, Costs(forward=1, backward=2, update=0)))
+    example = schedule("1f1b", stages=4, micro_batches=8)
+    assert draw(example) == draw(simulate_schedule(example, Costs(forward=1, backward=2, update=0)))
 
 
 def test_split_backwards_take_one_unit_each():
@@ -81,10 +81,10 @@ def test_an_object_that_is_neither_timeline_nor_schedule_is_refused():
 )
 def test_unit_lengths_are_those_of_the_simulator_for_pairs_slices_and_evictions_too(name):
     """Two rules for the length of an op would be one too many."""
-    made = schedule(name, stages=4, micro_batches=8)
+    example = schedule(name, stages=4, micro_batches=8)
     drawn, simulated = (
-        unit_timeline(made),
-        simulate_schedule(made, Costs(forward=1, backward=2, update=0)),
+        unit_timeline(example),
+        simulate_schedule(example, Costs(forward=1, backward=2, update=0)),
     )
     assert drawn.slicing == simulated.slicing
     assert drawn.compute == simulated.compute
@@ -101,8 +101,8 @@ def test_several_are_drawn_one_above_the_other_with_their_difference():
 
 def test_a_notebook_shows_the_svg_or_else_the_text():
     """A display that raises hides the value; one of a million boxes stops the browser."""
-    made = schedule("1f1b", stages=3, micro_batches=4)
-    assert notebook_svg(made) == draw(made, format="svg")
-    assert notebook_svg(unit_timeline(made)) == draw(made, format="svg")
+    example = schedule("1f1b", stages=3, micro_batches=4)
+    assert notebook_svg(example) == draw(example, format="svg")
+    assert notebook_svg(unit_timeline(example)) == draw(example, format="svg")
     assert notebook_svg(Schedule.parse("0B0 0F0 0U1")) is None
     assert notebook_svg(schedule("1f1b", stages=10, micro_batches=6000)) is None

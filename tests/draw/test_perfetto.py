@@ -151,8 +151,8 @@ def test_an_empty_timeline_is_a_trace_without_slices():
 
 def test_memory_of_a_rank_is_a_counter_of_its_process():
     """Perfetto draws it under the rank's ops."""
-    made = timeline(activation_bytes=1024)
-    counters = of(entries(made), "C")
+    panel = timeline(activation_bytes=1024)
+    counters = of(entries(panel), "C")
     assert all(NEEDED["C"] <= set(entry) for entry in counters)
     assert [(entry["ts"], entry["args"]["bytes"]) for entry in counters if entry["pid"] == 3][
         :3
@@ -165,16 +165,16 @@ def test_memory_of_a_rank_is_a_counter_of_its_process():
         max(entry["args"]["bytes"] for entry in counters if entry["pid"] == rank + 1)
         for rank in range(3)
     ]
-    assert peaks == list(made.peak_memory)
+    assert peaks == list(panel.peak_memory)
     assert not of(entries(timeline()), "C")
 
 
 def test_slices_say_their_micro_batch_and_which_they_are():
     """`2F5` in a trace would be meaningless to a user with five micro-batches."""
-    made = simulate_schedule(
+    simulated = simulate_schedule(
         schedule("seq1f1b", stages=2, micro_batches=2, slices=2), Costs(transfer=0.1)
     )
-    trace_entries = of(entries(made), "X")
+    trace_entries = of(entries(simulated), "X")
     last = next(entry for entry in trace_entries if entry["name"] == "1F1.1")
     assert last["args"] == {"stage": 1, "micro_batch": 1, "slice": "1.1"}
     assert {"send 0F0.0", "0B1.0", "0U1"} <= {entry["name"] for entry in trace_entries}

@@ -93,9 +93,9 @@ def test_every_schedule_has_one_box_per_op_and_all_words_inside(
     name, stages, micro_batches, transfer
 ):
     """A figure with a missing op or a cut word misleads, because readers trust it."""
-    made = timeline(name, stages, micro_batches, transfer=transfer)
-    root = parsed(svg([made]))
-    assert len(boxes(root)) == len(made.compute)
+    panel = timeline(name, stages, micro_batches, transfer=transfer)
+    root = parsed(svg([panel]))
+    assert len(boxes(root)) == len(panel.compute)
     assert_words_inside(root)
     # A mark for an op of no time may stand out by half its width of 2.
     left, right = lane_ends(root)
@@ -177,9 +177,9 @@ def test_long_titles_are_wrapped_and_not_cut():
 
 def test_ten_thousand_boxes_stay_below_three_megabytes():
     """A figure that a browser cannot open shows nothing."""
-    made = timeline("1f1b", 16, 312, transfer=0.01)
-    assert len(made.compute) == 10_000
-    assert len(svg([made])) < 3_000_000
+    panel = timeline("1f1b", 16, 312, transfer=0.01)
+    assert len(panel.compute) == 10_000
+    assert len(svg([panel])) < 3_000_000
 
 
 def test_the_drawing_needs_nothing_from_outside():
@@ -217,8 +217,8 @@ def test_every_number_is_written_at_eight_ranks_and_sixteen_micro_batches():
 
 def test_the_ops_of_a_pair_share_their_span_one_above_the_other():
     """Side by side they would be sequential, on top of each other one of them hidden."""
-    made = simulate_schedule(Schedule.parse("0F0 0F1&0B0 0B1 0U1"), Costs())
-    drawing = svg([made])
+    simulated = simulate_schedule(Schedule.parse("0F0 0F1&0B0 0B1 0U1"), Costs())
+    drawing = svg([simulated])
     titles = {box.find(f"{NAMESPACE}title").text: box for box in boxes(parsed(drawing))}
     upper, lower = titles["0F1: 3 at 1"], titles["0B0: 3 at 1"]
     assert (upper.get("x"), upper.get("width")) == (lower.get("x"), lower.get("width"))
@@ -229,8 +229,8 @@ def test_the_ops_of_a_pair_share_their_span_one_above_the_other():
 
 def test_slices_are_written_with_their_micro_batch():
     """`slice 5` alone does not show the micro-batch."""
-    made = simulate_schedule(schedule("seq1f1b", stages=2, micro_batches=3, slices=2), Costs())
-    root = parsed(svg([made]))
+    simulated = simulate_schedule(schedule("seq1f1b", stages=2, micro_batches=3, slices=2), Costs())
+    root = parsed(svg([simulated]))
     assert {"0.0", "0.1", "2.1"} <= set(texts(root, 0))
     assert "1F2.1: 0.5 at 7" in {title.text for title in root.iter(f"{NAMESPACE}title")}
 

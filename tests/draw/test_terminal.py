@@ -103,20 +103,20 @@ def test_every_drawing_has_one_row_per_rank_of_equal_length_within_the_width(
 
 def test_idle_columns_say_the_bubble_ratio():
     """In a drawing of whole units the share of idle columns is exactly the share of idle time."""
-    made = timeline("1f1b", 4, 6)
-    cells = "".join(row[8:-1] for row in rows(text([made], 100)))
-    assert cells.count("·") / len(cells) == pytest.approx(made.bubble_ratio)
+    panel = timeline("1f1b", 4, 6)
+    cells = "".join(row[8:-1] for row in rows(text([panel], 100)))
+    assert cells.count("·") / len(cells) == pytest.approx(panel.bubble_ratio)
 
 
 def test_thousands_of_ops_in_eighty_columns_keep_their_mix():
     """Were every column given to its most frequent kind, the forwards would vanish behind the
     longer backwards.
     """
-    made = timeline("1f1b", 4, 1000)
-    middle = rows(text([made], 80))[0][20:-10]
+    panel = timeline("1f1b", 4, 1000)
+    middle = rows(text([panel], 80))[0][20:-10]
     assert 0.6 < middle.count(FILL[Kind.B]) / len(middle) < 0.73
     assert 0.27 < middle.count(FILL[Kind.F]) / len(middle) < 0.4
-    assert "column = 42.38" in text([made], 80)
+    assert "column = 42.38" in text([panel], 80)
 
 
 def test_an_empty_timeline_is_drawn_idle():
@@ -143,8 +143,8 @@ def test_a_rank_of_several_stages_names_them():
 
 def test_colour_changes_the_ground_and_not_the_words():
     """A drawing in a file, or seen by a colour-blind reader, must have the same information."""
-    made = timeline("1f1b", 3, 4, transfer=0.25)
-    plain, coloured = text([made], 90), text([made], 90, colour=True)
+    panel = timeline("1f1b", 3, 4, transfer=0.25)
+    plain, coloured = text([panel], 90), text([panel], 90, colour=True)
     assert "\x1b[48;5;111;30m" in coloured
     bare = re.sub(r"\x1b\[[0-9;]*m", "", coloured)
     for shade in FILL.values():
@@ -156,8 +156,8 @@ def test_seconds_are_written_where_ops_are_short_or_measured_and_units_elsewhere
     """A measured time without a unit makes no sense."""
     assert "makespan 18.0 ms" in text([timeline("gpipe", 3, 4, forward=0.001)])
     assert "makespan 18," in text([timeline("gpipe", 3, 4)])
-    made = timeline("gpipe", 3, 4)
-    assert "makespan 18.0 s" in text([Timeline(made.events, 3, 3, source="measured")])
+    panel = timeline("gpipe", 3, 4)
+    assert "makespan 18.0 s" in text([Timeline(panel.events, 3, 3, source="measured")])
 
 
 def test_two_ops_that_run_as_one_are_joined_by_an_ampersand():

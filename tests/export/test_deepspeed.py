@@ -28,18 +28,18 @@ class Planned:
 
 def test_every_rank_builds_the_plans_layers(plan_of):
     """Bounds are half-open, one more than there are stages."""
-    made = plan_of(schedule("1f1b", 4, 8), LINEAR)
-    parts = ast.literal_eval(export(made, "deepspeed"))
+    chosen_plan = plan_of(schedule("1f1b", 4, 8), LINEAR)
+    parts = ast.literal_eval(export(chosen_plan, "deepspeed"))
     assert parts == [0, 3, 7, 12, 15]
-    built = [Planned(parts, stage).layers(made.layer_names) for stage in range(4)]
-    assert built == [made.layer_names[start:end] for start, end in made.bounds]
+    built = [Planned(parts, stage).layers(chosen_plan.layer_names) for stage in range(4)]
+    assert built == [chosen_plan.layer_names[start:end] for start, end in chosen_plan.bounds]
 
 
 def test_the_configuration_has_micro_batches_of_one_pipeline(plan_of):
     """There a batch is pipelines x accumulation steps x micro-batch."""
-    found = exported(plan_of(schedule("1f1b", 4, 8, replicas=2), LINEAR, batch=48), "deepspeed")
-    assert '"gradient_accumulation_steps": 4, "train_micro_batch_size_per_gpu": 6' in found.use
-    assert any('axes=["data", "pipe"], dims=[2, 4]' in note for note in found.left_out)
+    result = exported(plan_of(schedule("1f1b", 4, 8, replicas=2), LINEAR, batch=48), "deepspeed")
+    assert '"gradient_accumulation_steps": 4, "train_micro_batch_size_per_gpu": 6' in result.use
+    assert any('axes=["data", "pipe"], dims=[2, 4]' in note for note in result.left_out)
 
 
 def test_a_uniform_cut_exports_as_the_method_uniform(plan_of):
@@ -62,8 +62,8 @@ def test_several_stages_on_a_rank_are_refused(plan_of):
 
 def test_recompute_exports_as_an_interval(plan_of):
     """The interval is that of the longest stage; the last micro-batch is no exception in DeepSpeed."""
-    found = exported(plan_of(schedule("1f1b", 4, 8), LINEAR, recompute="except_last"), "deepspeed")
-    assert found.left_out == (
+    result = exported(plan_of(schedule("1f1b", 4, 8), LINEAR, recompute="except_last"), "deepspeed")
+    assert result.left_out == (
         "recomputation: activation_checkpoint_interval=5 recomputes every stage whole for the last micro-batch too",
     )
 
@@ -77,8 +77,8 @@ def test_deepspeed_itself_gives_every_rank_the_plans_layers(plan_of):
     from deepspeed.runtime.pipe.topology import ProcessTopology
     from torch import nn
 
-    made = plan_of(schedule("1f1b", 4, 8, replicas=2), LINEAR)
-    bounds = ast.literal_eval(export(made, "deepspeed"))
+    chosen_plan = plan_of(schedule("1f1b", 4, 8, replicas=2), LINEAR)
+    bounds = ast.literal_eval(export(chosen_plan, "deepspeed"))
 
     class AsDocumented(PipelineModule):
         """The recipe of the exporter's docstring."""
@@ -88,10 +88,10 @@ def test_deepspeed_itself_gives_every_rank_the_plans_layers(plan_of):
             stage = self._topo.get_coord(self.global_rank).pipe
             self._set_bounds(start=self.parts[stage], stop=self.parts[stage + 1])
 
-    for rank, (stage,) in enumerate(made.schedule.stages_of_rank):
+    for rank, (stage,) in enumerate(chosen_plan.schedule.stages_of_rank):
         module = AsDocumented.__new__(AsDocumented)
         nn.Module.__init__(module)
         module._topo, module.global_rank = ProcessTopology(axes=["data", "pipe"], dims=[2, 4]), rank
-        module._layer_specs = list(made.layer_names)
+        module._layer_specs = list(chosen_plan.layer_names)
         module._partition_layers()
-        assert (module._local_start, module._local_stop) == made.bounds[stage]
+        assert (module._local_start, module._local_stop) == chosen_plan.bounds[stage]

@@ -83,9 +83,9 @@ def test_the_layout_has_the_lengths_of_the_plan(plan_of, inner, first, last):
 def test_repetitions_are_written_once(plan_of):
     """A hundred layers in eight stages are one line that a person can check."""
     names = ("embedding", *(f"blocks.{i}" for i in range(100)), "norm", "head")
-    made = plan_of(schedule("1f1b", 8, 8), [12, 13, 13, 13, 13, 13, 13, 13], names)
-    assert export(made, "megatron") == "Et*11|(t*13|)*6t*11L"
-    assert exported(made, "megatron").use == (
+    chosen_plan = plan_of(schedule("1f1b", 8, 8), [12, 13, 13, 13, 13, 13, 13, 13], names)
+    assert export(chosen_plan, "megatron") == "Et*11|(t*13|)*6t*11L"
+    assert exported(chosen_plan, "megatron").use == (
         "--pipeline-model-parallel-size 8 --pipeline-model-parallel-layout 'Et*11|(t*13|)*6t*11L' --num-layers 100 "
         "--micro-batch-size 2 --global-batch-size 16"
     )
@@ -94,9 +94,9 @@ def test_repetitions_are_written_once(plan_of):
 def test_several_stages_on_a_rank_stand_in_a_loop(plan_of):
     """Stage k is on rank k mod p, which is how interleaved 1F1B places them; a V is not."""
     lengths = (2, 2, 2, 2, 2, 2, 1, 2)
-    made = plan_of(schedule("interleaved", 8, 8), lengths)
-    assert exported(made, "megatron").use.startswith("--pipeline-model-parallel-size 4 ")
-    check(parsed(export(made, "megatron")), 4, 12)
+    chosen_plan = plan_of(schedule("interleaved", 8, 8), lengths)
+    assert exported(chosen_plan, "megatron").use.startswith("--pipeline-model-parallel-size 4 ")
+    check(parsed(export(chosen_plan, "megatron")), 4, 12)
     with pytest.raises(
         PlanError, match=r"zb-v has stages \(0, 7\), .* Megatron has stage k on rank k mod 4"
     ):

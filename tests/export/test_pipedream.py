@@ -18,25 +18,25 @@ def test_depths_are_those_that_pipedreams_runtime_would_choose(plan_of, replicas
     version more.
     """
     every = {1: 1, 2: 2, 3: 3, 4: 4}[max(replicas)]
-    made = schedule(
+    example = schedule(
         "pipedream", len(replicas), every, **({} if max(replicas) == 1 else {"replicas": replicas})
     )
-    found = json.loads(
-        export(plan_of(made, [14 - len(replicas) + 2, *[1] * (len(replicas) - 1)]), "pipedream")
+    content = json.loads(
+        export(plan_of(example, [14 - len(replicas) + 2, *[1] * (len(replicas) - 1)]), "pipedream")
     )
     ranks = sum(replicas)
     expected = {
         str(stage): (ranks - 1 - sum(replicas[:stage])) // copies
         for stage, copies in enumerate(replicas)
     }
-    assert found["stage_to_depth_map"] == expected
-    assert [len(found["stage_to_rank_map"][str(stage)]) for stage in range(len(replicas))] == list(
-        replicas
-    )
-    assert sorted(rank for own in found["stage_to_rank_map"].values() for rank in own) == list(
+    assert content["stage_to_depth_map"] == expected
+    assert [
+        len(content["stage_to_rank_map"][str(stage)]) for stage in range(len(replicas))
+    ] == list(replicas)
+    assert sorted(rank for own in content["stage_to_rank_map"].values() for rank in own) == list(
         range(ranks)
     )
-    assert found["module_to_stage_map"] == [*range(len(replicas)), len(replicas) - 1]
+    assert content["module_to_stage_map"] == [*range(len(replicas)), len(replicas) - 1]
 
 
 def test_the_export_reports_different_updates(plan_of):

@@ -37,41 +37,41 @@ def even(made: Schedule) -> list[int]:
 )
 def test_one_of_several_pipelines_is_the_replicated_schedule(plan_of, name, count, each):
     """The export must be the schedule of one process group, with its numbering."""
-    made = schedule(
+    example = schedule(
         name,
         8 if name in ("interleaved", "zb-v", "v-half", "dualpipe-v") else 4,
         each * count,
         replicas=count,
     )
-    alone = schedule(name, made.stages, each)
-    found = pipelines_of(plan_of(made, even(made), LAYERS))
-    assert found.count == count
-    assert found.schedule.programs == alone.programs
-    assert (found.schedule.slicing, found.schedule.pairs) == (alone.slicing, alone.pairs)
-    assert found.ranks == tuple(
+    alone = schedule(name, example.stages, each)
+    pipelines = pipelines_of(plan_of(example, even(example), LAYERS))
+    assert pipelines.count == count
+    assert pipelines.schedule.programs == alone.programs
+    assert (pipelines.schedule.slicing, pipelines.schedule.pairs) == (alone.slicing, alone.pairs)
+    assert pipelines.ranks == tuple(
         tuple(range(j * alone.ranks, (j + 1) * alone.ranks)) for j in range(count)
     )
-    assert found.placement == alone.stages_of_rank
+    assert pipelines.placement == alone.stages_of_rank
 
 
 def test_every_stage_on_two_ranks_is_two_pipelines(plan_of):
     """Micro-batch n stays with ranks n mod 2 of every stage: the same as two pipelines, but for the
     ranks' numbers.
     """
-    found = pipelines_of(plan_of(schedule("1f1b", 2, 8, replicas=(2, 2)), (4, 4), LAYERS))
-    assert found.ranks == ((0, 2), (1, 3))
-    assert found.placement == ((0,), (1,))
-    assert found.schedule.micro_batches == 4
+    pipelines = pipelines_of(plan_of(schedule("1f1b", 2, 8, replicas=(2, 2)), (4, 4), LAYERS))
+    assert pipelines.ranks == ((0, 2), (1, 3))
+    assert pipelines.placement == ((0,), (1,))
+    assert pipelines.schedule.micro_batches == 4
 
 
 def test_placements_are_distinguished(plan_of):
     """Megatron has loops, torchtitan V shapes too, DeepSpeed neither."""
     kinds = {}
     for name, stages in (("1f1b", 4), ("interleaved", 8), ("zb-v", 8)):
-        found = pipelines_of(
+        pipelines = pipelines_of(
             plan_of(schedule(name, stages, 8), even(schedule(name, stages, 8)), LAYERS)
         )
-        kinds[name] = (found.linear, found.loop, found.vee)
+        kinds[name] = (pipelines.linear, pipelines.loop, pipelines.vee)
     assert kinds == {
         "1f1b": (True, True, False),
         "interleaved": (False, True, False),
@@ -94,9 +94,9 @@ def test_placements_are_distinguished(plan_of):
 )
 def test_other_replicas_are_not_exported_as_parallel_pipelines(plan_of, made):
     """The exported run would do other work."""
-    found = plan_of(made, even(made), LAYERS)
-    assert pipelines_of(found) is None
-    assert why_not_pipelines(found).startswith(
+    chosen_plan = plan_of(made, even(made), LAYERS)
+    assert pipelines_of(chosen_plan) is None
+    assert why_not_pipelines(chosen_plan).startswith(
         (
             "chimera has 2",
             "dualpipe has 2",

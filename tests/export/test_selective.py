@@ -38,8 +38,8 @@ def test_megatron_takes_all_in_equal_groups_or_the_first_of_every_stage(
     plan_of, recomputed, starts, flags
 ):
     """Its two methods, per stage."""
-    found = exported(selective(plan_of, tuple(recomputed), starts), "megatron")
-    assert f"recomputation (selective): --recompute-granularity full {flags}" in found.left_out
+    export = exported(selective(plan_of, tuple(recomputed), starts), "megatron")
+    assert f"recomputation (selective): --recompute-granularity full {flags}" in export.left_out
 
 
 @pytest.mark.parametrize(
@@ -57,8 +57,8 @@ def test_megatron_refuses_all_others(plan_of, recomputed, starts):
 
 def test_deepspeed_takes_all_layers_every_n_of_a_stage(plan_of):
     """Its interval counts from each stage's first layer, and the last group may be smaller."""
-    found = exported(selective(plan_of, tuple(range(15)), (3, 7, 11, 14)), "deepspeed")
-    assert "recomputation (selective): activation_checkpoint_interval=3" in found.left_out
+    export = exported(selective(plan_of, tuple(range(15)), (3, 7, 11, 14)), "deepspeed")
+    assert "recomputation (selective): activation_checkpoint_interval=3" in export.left_out
     with pytest.raises(
         PlanError,
         match="layers 0-2 4-7 8-14 are recomputed, but activation_checkpoint_interval=n recomputes all",
@@ -75,18 +75,18 @@ def test_who_cannot_choose_layers_refuses(plan_of, library):
 
 def test_the_export_to_torch_names_the_modules_of_every_segment(plan_of):
     """Users of torch wrap the modules in a checkpoint."""
-    found = exported(selective(plan_of, (1, 2, 5, 6), (6,)), "torch")
-    assert json.loads(found.text)["recomputed"] == [
+    export = exported(selective(plan_of, (1, 2, 5, 6), (6,)), "torch")
+    assert json.loads(export.text)["recomputed"] == [
         [["blocks.0", "blocks.1"]],
         [["blocks.4"], ["blocks.5"]],
         [],
     ]
-    assert any("wrap each list of modules" in note for note in found.left_out)
+    assert any("wrap each list of modules" in note for note in export.left_out)
 
 
 @pytest.mark.parametrize("library", ["torchgpipe", "torchtitan", "deepspeed", "megatron", "torch"])
 def test_where_no_layer_has_to_run_again_nothing_is_said_of_it(plan_of, library):
     """Asked for, and not needed."""
-    found = exported(selective(plan_of, ()), library)
-    assert not any("recomputation" in note for note in found.left_out)
-    assert "selective" not in found.use
+    export = exported(selective(plan_of, ()), library)
+    assert not any("recomputation" in note for note in export.left_out)
+    assert "selective" not in export.use

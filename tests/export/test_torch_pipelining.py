@@ -22,8 +22,8 @@ def test_torchs_splitter_makes_the_plans_stages(plan_of):
     """
     from torch.distributed.pipelining import SplitPoint, pipeline
 
-    made = plan_of(schedule("1f1b", 3, 4), (2, 4, 1), NAMES)
-    facts = json.loads(export(made, "torch"))
+    chosen_plan = plan_of(schedule("1f1b", 3, 4), (2, 4, 1), NAMES)
+    facts = json.loads(export(chosen_plan, "torch"))
     assert facts["split_spec"] == {"2": "BEGINNING", "6": "BEGINNING"}
     model, (x, _) = small_model(), batch(8)
     pipe = pipeline(
@@ -76,14 +76,14 @@ def test_torch_trains_from_the_exported_folder_with_the_same_gradients(
 
 def test_the_file_has_the_stages_micro_batches_and_pipelines_of_the_plan(plan_of):
     """The runtime of torch is constructed from them."""
-    made = plan_of(
+    chosen_plan = plan_of(
         schedule("zb-v", 4, 8, replicas=2),
         (1, 3, 1, 2),
         NAMES,
         recompute="always",
         devices=(4, 5, 6, 7),
     )
-    facts = json.loads(export(made, "torch"))
+    facts = json.loads(export(chosen_plan, "torch"))
     assert facts["stages_of_rank"] == [[0, 3], [1, 2]]
     assert facts["pipelines"] == [[0, 1], [2, 3]]
     assert (facts["micro_batches"], facts["batch"], facts["recompute"], facts["devices"]) == (

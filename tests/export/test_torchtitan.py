@@ -49,9 +49,9 @@ def test_the_list_is_toml_too(plan_of):
 def test_schedules_that_torch_has_go_by_its_names(plan_of, name, stages, theirs):
     """For the others there is the CSV."""
     lengths = [15 - stages + 1, *[1] * (stages - 1)]
-    found = exported(plan_of(schedule(name, stages, 8), lengths), "torchtitan")
-    assert f'pipeline_parallel_schedule = "{theirs}"' in found.use
-    assert "pipeline_parallel_degree = 4, pipeline_parallel_microbatch_size = 2" in found.use
+    result = exported(plan_of(schedule(name, stages, 8), lengths), "torchtitan")
+    assert f'pipeline_parallel_schedule = "{theirs}"' in result.use
+    assert "pipeline_parallel_degree = 4, pipeline_parallel_microbatch_size = 2" in result.use
 
 
 def test_torch_has_every_exported_schedule_name():
@@ -105,10 +105,12 @@ def test_torchtitan_itself_makes_the_plans_stages(plan_of):
     """Its splitter and placement are used if it is installed."""
     theirs = pytest.importorskip("torchtitan.distributed.pipeline_parallel", exc_type=ImportError)
     names = ("embedding", *(f"blocks.{i}" for i in range(5)), "norm", "head")
-    made = plan_of(schedule("interleaved", 4, 4), (2, 3, 1, 2), names)
+    chosen_plan = plan_of(schedule("interleaved", 4, 4), (2, 3, 1, 2), names)
     model, x = Tolerant(), torch.randn(2, 3)
     value = x
-    for part, (start, end) in zip(json.loads(export(made, "torchtitan")), made.bounds, strict=True):
+    for part, (start, end) in zip(
+        json.loads(export(chosen_plan, "torchtitan")), chosen_plan.bounds, strict=True
+    ):
         stage = theirs._split_module(model, part)
         kept = {name for name, _ in stage.named_modules() if name in names}
         assert kept == set(names[start:end])
@@ -122,12 +124,12 @@ def test_torchtitan_itself_makes_the_plans_stages(plan_of):
 def test_torchtitan_itself_places_stages_where_the_plan_has_them(plan_of, name, stages):
     """It knows two placements, and chooses by the schedule's name."""
     theirs = pytest.importorskip("torchtitan.distributed.pipeline_parallel", exc_type=ImportError)
-    made = plan_of(schedule(name, stages, 8), [15 - stages + 1, *[1] * (stages - 1)])
-    parts = json.loads(export(made, "torchtitan"))
+    chosen_plan = plan_of(schedule(name, stages, 8), [15 - stages + 1, *[1] * (stages - 1)])
+    parts = json.loads(export(chosen_plan, "torchtitan"))
     placed = [
         theirs._get_pp_rank_to_stage_indices_mapping(
-            rank, made.ranks, TORCH_SCHEDULES[name], len(parts)
+            rank, chosen_plan.ranks, TORCH_SCHEDULES[name], len(parts)
         )
-        for rank in range(made.ranks)
+        for rank in range(chosen_plan.ranks)
     ]
-    assert tuple(placed) == made.schedule.stages_of_rank
+    assert tuple(placed) == chosen_plan.schedule.stages_of_rank

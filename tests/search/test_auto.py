@@ -37,10 +37,10 @@ def every_way(profile, cluster, batch, names=BASIC, recompute=("never",)):
             costs = stage_costs(profile, lengths, batch / m, cluster, micro_batches=m)
             for name in names:
                 try:
-                    made = schedule(name, stages, m)
+                    example = schedule(name, stages, m)
                 except ScheduleError:
                     continue
-                if made.ranks > cluster.ranks:
+                if example.ranks > cluster.ranks:
                     continue
                 for again in recompute:
                     yield (
@@ -48,7 +48,7 @@ def every_way(profile, cluster, batch, names=BASIC, recompute=("never",)):
                         m,
                         again,
                         tuple(lengths),
-                        simulate_schedule(made, costs, recompute=again),
+                        simulate_schedule(example, costs, recompute=again),
                     )
 
 
@@ -65,13 +65,13 @@ def test_auto_finds_the_best_of_full_enumeration(profile_of, model, ranks, batch
     these.
     """
     profile, cluster = profile_of(*model), cluster_of(ranks, *link)
-    found = plan(profile, cluster, batch, schedules=BASIC, budget_s=1000)
+    chosen_plan = plan(profile, cluster, batch, schedules=BASIC, budget_s=1000)
     ways = list(every_way(profile, cluster, batch))
     best_s = min(timeline.makespan for *_, timeline in ways)
-    predicted = found.predicted
+    predicted = chosen_plan.predicted
     assert predicted.step_s <= best_s * (1 + CLOSE)
     assert predicted.lower_bound_s <= min(best_s, predicted.step_s) * (1 + 1e-9)
-    assert predicted.step_s == simulate_plan(found, profile, cluster).makespan
+    assert predicted.step_s == simulate_plan(chosen_plan, profile, cluster).makespan
 
 
 @settings(
@@ -88,18 +88,23 @@ def test_auto_within_a_memory_limit_is_the_best_that_fits(profile_of, seconds, r
         if max(timeline.peak_memory) <= limit:
             fits.setdefault((name, m, lengths), (timeline.makespan, again))
     try:
-        found = plan(profile, cluster, batch, schedules=BASIC, memory_limit=limit, budget_s=1000)
+        chosen_plan = plan(
+            profile, cluster, batch, schedules=BASIC, memory_limit=limit, budget_s=1000
+        )
     except PlanError:
         assert not fits
         return
-    assert max(found.predicted.peak_memory) <= limit
+    assert max(chosen_plan.predicted.peak_memory) <= limit
     if fits:  # else it was cut for memory
-        assert found.predicted.step_s <= min(fits.values())[0] * (1 + CLOSE)
-    costs = costs_of_plan(found, profile, cluster)
-    assert found.recompute == "never" or max(peak_memory(found.schedule, costs, "never")) > limit
-    assert simulate_plan(found, profile, cluster).makespan == found.predicted.step_s
-    assert max(peak_memory(found.schedule, costs, found.recompute)) == max(
-        found.predicted.peak_memory
+        assert chosen_plan.predicted.step_s <= min(fits.values())[0] * (1 + CLOSE)
+    costs = costs_of_plan(chosen_plan, profile, cluster)
+    assert (
+        chosen_plan.recompute == "never"
+        or max(peak_memory(chosen_plan.schedule, costs, "never")) > limit
+    )
+    assert simulate_plan(chosen_plan, profile, cluster).makespan == chosen_plan.predicted.step_s
+    assert max(peak_memory(chosen_plan.schedule, costs, chosen_plan.recompute)) == max(
+        chosen_plan.predicted.peak_memory
     )
 
 
@@ -166,9 +171,9 @@ def test_where_all_had_to_run_again_only_what_must_does_now(profile_of):
 
 def test_all_synchronous_schedules_are_weighed_unless_some_are_named(profile_of):
     """A new schedule is one new file: the planner must find it by itself, and no asynchronous one."""
-    found = plan(profile_of([1.0, 1.0]), cluster_of(2), 4, budget_s=1000)
+    chosen_plan = plan(profile_of([1.0, 1.0]), cluster_of(2), 4, budget_s=1000)
     known = schedules()
-    assert all(known[row.schedule].synchronous for row in found.candidates)
+    assert all(known[row.schedule].synchronous for row in chosen_plan.candidates)
     only = plan(profile_of([1.0, 1.0]), cluster_of(2), 4, schedules="gpipe")
     assert {row.schedule for row in only.candidates} == {"gpipe"}
 
@@ -186,9 +191,9 @@ def test_slices_of_sequences_are_weighed_when_they_are_named(profile_of):
 
 def test_free_links_make_it_data_parallel(profile_of):
     """Then copies have no bubble, and nothing to pay for it."""
-    found = plan(profile_of([1.0] * 4, fixed=0.1), cluster_of(4), 16, max_replicas=None)
-    assert (found.stages, found.ranks, found.micro_batches) == (1, 4, 4)
-    assert found.predicted.step_s == pytest.approx(found.predicted.data_parallel_s)
+    chosen_plan = plan(profile_of([1.0] * 4, fixed=0.1), cluster_of(4), 16, max_replicas=None)
+    assert (chosen_plan.stages, chosen_plan.ranks, chosen_plan.micro_batches) == (1, 4, 4)
+    assert chosen_plan.predicted.step_s == pytest.approx(chosen_plan.predicted.data_parallel_s)
     assert plan(
         profile_of([1.0] * 4, fixed=0.1), cluster_of(4), 16, max_replicas=2
     ).schedule.ranks_of_stage != ((0, 1, 2, 3),)
@@ -199,43 +204,45 @@ def test_slow_layers_stand_on_several_ranks_and_heavy_ones_on_one(profile_of):
     once.
     """
     profile = profile_of([1.0] * 6 + [0.1, 0.1], parameters=[10] * 6 + [10**10] * 2)
-    found = plan(profile, cluster_of(4, 1e-3, 1e8), 48, max_replicas=None)
-    assert tuple(map(len, found.schedule.ranks_of_stage)) == (3, 1)
-    assert found.bounds[1][0] <= 6, "both heavy layers stand on one rank"
+    chosen_plan = plan(profile, cluster_of(4, 1e-3, 1e8), 48, max_replicas=None)
+    assert tuple(map(len, chosen_plan.schedule.ranks_of_stage)) == (3, 1)
+    assert chosen_plan.bounds[1][0] <= 6, "both heavy layers stand on one rank"
 
 
 def test_the_plan_predicts_what_simulating_it_gives(profile_of):
     """The prediction is written into the plan: it must be of the plan, not of a relative."""
     profile, cluster = profile_of([1.0, 2.0, 3.0, 1.0], output=1e3), cluster_of(3, 1e-3, 1e6)
-    found = plan(profile, cluster, 16, schedules=BASIC)
-    timeline = simulate_plan(found, profile, cluster)
-    predicted = found.predicted
+    chosen_plan = plan(profile, cluster, 16, schedules=BASIC)
+    timeline = simulate_plan(chosen_plan, profile, cluster)
+    predicted = chosen_plan.predicted
     assert predicted.step_s == timeline.makespan
     assert predicted.peak_memory == timeline.peak_memory
     assert predicted.bubble_ratio == pytest.approx(timeline.bubble_ratio)
     assert predicted.samples_per_s == pytest.approx(16 / timeline.makespan)
     assert predicted.one_device_s == pytest.approx(16 * 3 * 7)
-    found.check()
-    found.check_fits("abc", found.ranks)
+    chosen_plan.check()
+    chosen_plan.check_fits("abc", chosen_plan.ranks)
 
 
 def test_equal_times_are_decided_by_memory(profile_of):
     """1F1B and GPipe take the same time on free links; 1F1B holds less."""
-    found = plan(
+    chosen_plan = plan(
         profile_of([1.0, 1.0]), cluster_of(2), 16, schedules=("gpipe", "1f1b"), micro_batches=8
     )
-    assert found.schedule_name == "1f1b"
-    assert found.candidates[1].schedule == "gpipe"
-    assert found.candidates[1].step_s == pytest.approx(found.predicted.step_s)
+    assert chosen_plan.schedule_name == "1f1b"
+    assert chosen_plan.candidates[1].schedule == "gpipe"
+    assert chosen_plan.candidates[1].step_s == pytest.approx(chosen_plan.predicted.step_s)
 
 
 def test_a_slow_link_leaves_everything_on_one_device(profile_of):
     """The best pipeline may be none, and the plan then uses one of the cluster's ranks."""
-    found = plan(profile_of([1.0, 1.0]), cluster_of(2, latency_s=100.0), 4, schedules=BASIC)
-    assert (found.stages, found.ranks, found.cluster_ranks) == (1, 1, 2)
-    assert found.predicted.speed_up == pytest.approx(1.0)
+    chosen_plan = plan(profile_of([1.0, 1.0]), cluster_of(2, latency_s=100.0), 4, schedules=BASIC)
+    assert (chosen_plan.stages, chosen_plan.ranks, chosen_plan.cluster_ranks) == (1, 1, 2)
+    assert chosen_plan.predicted.speed_up == pytest.approx(1.0)
     assert any(
-        "link 0→1" in row.why or "bubble" in row.why for row in found.candidates if row.stages == 2
+        "link 0→1" in row.why or "bubble" in row.why
+        for row in chosen_plan.candidates
+        if row.stages == 2
     )
 
 
@@ -317,14 +324,14 @@ def test_a_cut_for_memory_is_tried_when_none_for_time_fits(profile_of):
 
 def test_a_spent_budget_ends_the_search_with_a_plan(profile_of):
     """At least one way is always simulated, and the best estimate is the first."""
-    found = plan(profile_of([1.0] * 4), cluster_of(4), 16, schedules=BASIC, budget_s=0)
-    assert len(found.candidates) == 1
-    assert found.stages == 4
+    chosen_plan = plan(profile_of([1.0] * 4), cluster_of(4), 16, schedules=BASIC, budget_s=0)
+    assert len(chosen_plan.candidates) == 1
+    assert chosen_plan.stages == 4
 
 
 def test_a_spent_budget_does_not_end_it_before_something_fits(profile_of):
     """Giving up with a plan just out of sight would be a wrong answer, not a quick one."""
-    found = plan(
+    chosen_plan = plan(
         profile_of([1.0] * 4, parameters=100),
         cluster_of(2),
         16,
@@ -332,7 +339,7 @@ def test_a_spent_budget_does_not_end_it_before_something_fits(profile_of):
         memory_limit=1000,
         budget_s=0,
     )
-    assert max(found.predicted.peak_memory) <= 1000
+    assert max(chosen_plan.predicted.peak_memory) <= 1000
 
 
 def test_the_same_question_gets_the_same_plan(profile_of):
@@ -344,10 +351,10 @@ def test_the_same_question_gets_the_same_plan(profile_of):
 
 def test_the_table_has_one_row_for_each_schedule_and_number_of_stages(profile_of):
     """And not more than a reader takes in; the chosen one leads, times ascend among those that fit."""
-    found = plan(profile_of([1.0] * 8, fixed=0.1), cluster_of(8), 16, schedules=BASIC)
-    kinds = [(row.schedule, row.stages) for row in found.candidates]
+    chosen_plan = plan(profile_of([1.0] * 8, fixed=0.1), cluster_of(8), 16, schedules=BASIC)
+    kinds = [(row.schedule, row.stages) for row in chosen_plan.candidates]
     assert len(set(kinds)) == len(kinds) <= ROWS
-    times = [row.step_s for row in found.candidates]
+    times = [row.step_s for row in chosen_plan.candidates]
     assert times[1:] == sorted(times[1:])
     assert times[0] <= min(times) * (1 + CLOSE)
-    assert (found.schedule_name, found.stages) == kinds[0]
+    assert (chosen_plan.schedule_name, chosen_plan.stages) == kinds[0]

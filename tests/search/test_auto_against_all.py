@@ -31,14 +31,14 @@ def test_auto_is_never_slower_than_any_planner_of_the_literature(profile, on, ba
     """On random models and clusters; and every plan is whole, fits, and predicts what
     simulating it gives.
     """
-    found = compare(profile, on, batch, budget_s=1000, **options)
-    (auto,) = (each for each in found if each.planner == "auto")
+    results = compare(profile, on, batch, budget_s=1000, **options)
+    (auto,) = (each for each in results if each.planner == "auto")
     if auto.plan is None:
-        assert all(each.plan is None for each in found)
+        assert all(each.plan is None for each in results)
         return
-    assert auto.step_s <= found[0].step_s
-    assert auto.plan.predicted.lower_bound_s <= found[0].step_s * (1 + 1e-9)
-    for made in (each.plan for each in found if each.plan is not None):
+    assert auto.step_s <= results[0].step_s
+    assert auto.plan.predicted.lower_bound_s <= results[0].step_s * (1 + 1e-9)
+    for made in (each.plan for each in results if each.plan is not None):
         made.check()
         predicted, timeline = made.predicted, simulate_plan(made, profile, on)
         assert predicted.peak_memory == timeline.peak_memory
@@ -56,13 +56,13 @@ def test_the_same_question_about_any_cluster_gets_the_same_plan_and_it_survives_
     tmp_path_factory, profile, on, batch
 ):
     """Whatever the order of a set, or the time that it took."""
-    found = plan(profile, on, batch, budget_s=1000, max_replicas=None)
-    assert plan(profile, on, batch, budget_s=1000, max_replicas=None) == found
+    chosen_plan = plan(profile, on, batch, budget_s=1000, max_replicas=None)
+    assert plan(profile, on, batch, budget_s=1000, max_replicas=None) == chosen_plan
     path = tmp_path_factory.mktemp("plans") / "plan.json"
-    found.save(path)
-    again = type(found).load(path)
-    assert again == found
-    assert str(again) == str(found)
+    chosen_plan.save(path)
+    again = type(chosen_plan).load(path)
+    assert again == chosen_plan
+    assert str(again) == str(chosen_plan)
 
 
 def every_cut(layers, stages):
@@ -111,10 +111,10 @@ def test_what_only_other_planners_find_within_memory_is_found(profile_of):
     """Where the first look finds nothing that fits, they are asked all the same."""
     profile, on = profile_of([1.0] * 4, parameters=100), cluster_of(2)
     for limit in (1500,):
-        found = compare(profile, on, 16, memory_limit=limit, budget_s=1000)
-        (auto,) = (each for each in found if each.planner == "auto")
-        assert (auto.plan is None) == all(each.plan is None for each in found)
-        assert auto.plan is None or auto.step_s <= found[0].step_s
+        results = compare(profile, on, 16, memory_limit=limit, budget_s=1000)
+        (auto,) = (each for each in results if each.planner == "auto")
+        assert (auto.plan is None) == all(each.plan is None for each in results)
+        assert auto.plan is None or auto.step_s <= results[0].step_s
 
 
 @pytest.mark.parametrize(
@@ -136,22 +136,22 @@ def test_what_was_asked_is_kept_whoever_proposes(profile_of, options):
     """Other planners have habits of their own: where they do not keep to the request, their plans
     do not count.
     """
-    found = plan(
+    chosen_plan = plan(
         profile_of([1.0, 3.0, 1.0, 2.0], fixed=0.1),
         cluster_of(4),
         12,
         **{"max_replicas": None, **options},
     )
-    assert found.stages == options.get("stages", found.stages)
-    assert found.micro_batches == options.get("micro_batches", found.micro_batches)
-    assert found.recompute == options.get("recompute", found.recompute)
-    assert found.schedule_name in options.get("schedules", (found.schedule_name,))
-    assert found.weights == options.get("weights", found.weights)
-    assert max(map(len, found.schedule.ranks_of_stage)) <= options.get("max_replicas", 4)
+    assert chosen_plan.stages == options.get("stages", chosen_plan.stages)
+    assert chosen_plan.micro_batches == options.get("micro_batches", chosen_plan.micro_batches)
+    assert chosen_plan.recompute == options.get("recompute", chosen_plan.recompute)
+    assert chosen_plan.schedule_name in options.get("schedules", (chosen_plan.schedule_name,))
+    assert chosen_plan.weights == options.get("weights", chosen_plan.weights)
+    assert max(map(len, chosen_plan.schedule.ranks_of_stage)) <= options.get("max_replicas", 4)
     if options.get("partition") == (1, 3):
-        assert found.lengths == (1, 3)
+        assert chosen_plan.lengths == (1, 3)
     if options.get("partition") == "uniform":
-        assert found.lengths == (2, 2)
+        assert chosen_plan.lengths == (2, 2)
 
 
 def test_a_named_stream_s_own_planner_counts(profile_of):

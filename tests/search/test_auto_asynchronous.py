@@ -27,7 +27,7 @@ def test_auto_finds_the_best_stream_by_its_steady_state(profile_of, model, ranks
     drain.
     """
     profile, cluster = profile_of(*model), cluster_of(ranks, *link)
-    found = plan(profile, cluster, batch, schedules=STREAMS, budget_s=1000)
+    chosen_plan = plan(profile, cluster, batch, schedules=STREAMS, budget_s=1000)
     seconds = []
     for stages in range(1, len(profile) + 1):
         for m in (m for m in MICRO_BATCHES if m <= batch):
@@ -41,15 +41,15 @@ def test_auto_finds_the_best_stream_by_its_steady_state(profile_of, model, ranks
             )
             for name in STREAMS:
                 try:
-                    made = schedule(name, stages, m)
+                    example = schedule(name, stages, m)
                 except ScheduleError:
                     continue
-                if made.ranks <= ranks and (made.ranks > 1 or stages == 1):
+                if example.ranks <= ranks and (example.ranks > 1 or stages == 1):
                     costs = stage_costs(profile, lengths, batch / m, cluster, micro_batches=m)
                     seconds.append(
-                        steady(made, place_costs(costs, made, cluster)).seconds_per_batch
+                        steady(example, place_costs(costs, example, cluster)).seconds_per_batch
                     )
-    assert found.predicted.step_s <= min(seconds) * (1 + CLOSE)
+    assert chosen_plan.predicted.step_s <= min(seconds) * (1 + CLOSE)
 
 
 def test_an_asynchronous_plan_says_what_a_batch_takes_once_full_and_what_that_costs(
@@ -57,18 +57,25 @@ def test_an_asynchronous_plan_says_what_a_batch_takes_once_full_and_what_that_co
 ):
     """4 stages of 3 s: no bubble, four versions of the weights on the first."""
     profile, cluster = profile_of([1.0] * 4, parameters=1000, activation=1.0), cluster_of(4)
-    found = plan(profile, cluster, 4, schedules="pipedream", stages=4, micro_batches=1)
-    assert found.predicted.step_s == pytest.approx(4 * 3)
-    assert found.predicted.bubble_ratio == pytest.approx(0, abs=1e-9)
+    chosen_plan = plan(profile, cluster, 4, schedules="pipedream", stages=4, micro_batches=1)
+    assert chosen_plan.predicted.step_s == pytest.approx(4 * 3)
+    assert chosen_plan.predicted.bubble_ratio == pytest.approx(0, abs=1e-9)
     # 1000 bytes of weights are with gradients and momentum 3000; every version more is 1000.
-    assert found.predicted.peak_memory == tuple(
+    assert chosen_plan.predicted.peak_memory == tuple(
         3000 + 1000 * (3 - stage) + 4 * (4 - stage) for stage in range(4)
     )
-    assert simulate_plan(found, profile, cluster).peak_memory == found.predicted.peak_memory
-    assert (found.synchronous, found.weights, found.stream.weights) == (False, "stash", "stash")
-    assert "asynchronous: weights stash, staleness at most 3, up to 4 versions" in str(found)
-    found.save(tmp_path / "plan.json")
-    assert type(found).load(tmp_path / "plan.json") == found
+    assert (
+        simulate_plan(chosen_plan, profile, cluster).peak_memory
+        == chosen_plan.predicted.peak_memory
+    )
+    assert (chosen_plan.synchronous, chosen_plan.weights, chosen_plan.stream.weights) == (
+        False,
+        "stash",
+        "stash",
+    )
+    assert "asynchronous: weights stash, staleness at most 3, up to 4 versions" in str(chosen_plan)
+    chosen_plan.save(tmp_path / "plan.json")
+    assert type(chosen_plan).load(tmp_path / "plan.json") == chosen_plan
 
 
 def test_asynchronous_schedules_are_weighed_when_they_are_asked_for(profile_of):
@@ -102,25 +109,27 @@ def test_a_weight_rule_brings_the_schedule_that_is_made_for_it(
     profile_of, options, schedule_name, weights
 ):
     """The name of the rule suffices: the schedule that it was published with is chosen."""
-    found = plan(profile_of([1.0] * 2), cluster_of(2), 8, stages=2, micro_batches=4, **options)
-    assert found.weights == weights
-    assert weights == "flush" or found.schedule_name == schedule_name
+    chosen_plan = plan(
+        profile_of([1.0] * 2), cluster_of(2), 8, stages=2, micro_batches=4, **options
+    )
+    assert chosen_plan.weights == weights
+    assert weights == "flush" or chosen_plan.schedule_name == schedule_name
 
 
 def test_options_of_the_weight_rule_are_kept(profile_of):
     """A run takes them from the plan."""
-    found = plan(
+    chosen_plan = plan(
         profile_of([1.0] * 2), cluster_of(2), 8, weights="pipemare", weights_options={"decay": 0.5}
     )
-    assert found.weights_options == (("decay", 0.5),)
-    assert "weights pipemare, decay 0.5, staleness" in str(found)
+    assert chosen_plan.weights_options == (("decay", 0.5),)
+    assert "weights pipemare, decay 0.5, staleness" in str(chosen_plan)
 
 
 def test_a_rule_without_a_formula_for_the_optimizer_is_not_weighed(profile_of):
     """XPipe predicts by Adam's moments; the planner must not choose it for SGD."""
     names = {}
     for optimizer in ("SGD", "Adam"):
-        found = plan(
+        chosen_plan = plan(
             profile_of([1.0] * 2),
             cluster_of(2),
             8,
@@ -129,6 +138,6 @@ def test_a_rule_without_a_formula_for_the_optimizer_is_not_weighed(profile_of):
             budget_s=1000,
             stages=2,
         )
-        names[optimizer] = {row.schedule for row in found.candidates}
+        names[optimizer] = {row.schedule for row in chosen_plan.candidates}
     assert "xpipe" in names["Adam"]
     assert "xpipe" not in names["SGD"]

@@ -26,30 +26,34 @@ def test_the_fastest_that_fits_is_planned_and_all_others_are_told_once_each(prof
         Proposal((1,) * 4, "1f1b", 8),
         Proposal((4,), "gpipe", 1),
     ]
-    found = best_plan(request(profile_of), proposals)
-    assert (found.schedule_name, found.lengths, found.micro_batches) == ("1f1b", (1, 1, 1, 1), 8)
-    assert [(row.schedule, row.stages, row.micro_batches) for row in found.candidates] == [
+    chosen_plan = best_plan(request(profile_of), proposals)
+    assert (chosen_plan.schedule_name, chosen_plan.lengths, chosen_plan.micro_batches) == (
+        "1f1b",
+        (1, 1, 1, 1),
+        8,
+    )
+    assert [(row.schedule, row.stages, row.micro_batches) for row in chosen_plan.candidates] == [
         ("1f1b", 4, 8),
         ("gpipe", 2, 8),
         ("gpipe", 1, 1),
     ]
-    assert [row.step_s for row in found.candidates] == sorted(
-        row.step_s for row in found.candidates
+    assert [row.step_s for row in chosen_plan.candidates] == sorted(
+        row.step_s for row in chosen_plan.candidates
     )
     assert (
-        simulate_plan(found, profile_of([1.0] * 4), cluster("4xV100-10GbE")).makespan
-        == found.predicted.step_s
+        simulate_plan(chosen_plan, profile_of([1.0] * 4), cluster("4xV100-10GbE")).makespan
+        == chosen_plan.predicted.step_s
     )
-    found.check()
+    chosen_plan.check()
 
 
 def test_one_that_cannot_be_made_does_not_spoil_the_others(profile_of):
     """A planner may propose for a schedule that refuses these numbers."""
-    found = best_plan(
+    chosen_plan = best_plan(
         request(profile_of),
         [Proposal((1,) * 5, "1f1b", 8), Proposal((2, 2), "1f1b", 9), Proposal((2, 2), "1f1b", 8)],
     )
-    assert found.lengths == (2, 2)
+    assert chosen_plan.lengths == (2, 2)
     with pytest.raises(
         PlanError,
         match="no schedule can be made for these numbers\n  9 micro-batches are more than the 8 samples",
@@ -60,10 +64,10 @@ def test_one_that_cannot_be_made_does_not_spoil_the_others(profile_of):
 def test_a_planner_s_own_objective_is_kept(profile_of):
     """What its paper makes least, beside what simulation says."""
     own = Objective("slowest stage", 6.0, "s")
-    found = plan_proposal(request(profile_of), Proposal((2, 2), "1f1b", 8, objective=own))
-    assert found.objective == own
-    assert found.predicted.lower_bound_s == 0
-    assert found.predicted.gap is None
+    chosen_plan = plan_proposal(request(profile_of), Proposal((2, 2), "1f1b", 8, objective=own))
+    assert chosen_plan.objective == own
+    assert chosen_plan.predicted.lower_bound_s == 0
+    assert chosen_plan.predicted.gap is None
 
 
 def test_what_does_not_fit_is_refused_with_what_it_lacks(profile_of):

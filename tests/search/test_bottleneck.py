@@ -43,8 +43,13 @@ def test_a_timeline_without_time_is_bound_by_nothing():
 )
 def test_of_a_stream_the_steady_state_is_looked_at(made, costs, expected):
     """Filling and draining are over once; both directions of a link may be busy at the same time."""
-    found = steady(made, costs)
-    assert describe_bottleneck(found.timeline, found.batches * found.seconds_per_batch) == expected
+    steady_state = steady(made, costs)
+    assert (
+        describe_bottleneck(
+            steady_state.timeline, steady_state.batches * steady_state.seconds_per_batch
+        )
+        == expected
+    )
 
 
 def test_of_several_stages_on_the_busiest_rank_the_one_with_most_work_is_named():

@@ -31,10 +31,12 @@ MIXED = on(Device("fast", 10**9, flops=FAST), Device("slow", 10**9, flops=SLOW))
 
 def test_traffic_is_what_each_pair_of_ranks_sends_in_a_step(profile_of):
     """16 samples of 10 bytes forward, as many of gradients back."""
-    found = plan_proposal(
+    chosen_plan = plan_proposal(
         PlanRequest(profile_of([1.0] * 4), FOUR, 16), Proposal((2, 1, 1), "1f1b", 4)
     )
-    assert [(each.from_rank, each.to_rank, each.bytes) for each in found.predicted.traffic] == [
+    assert [
+        (each.from_rank, each.to_rank, each.bytes) for each in chosen_plan.predicted.traffic
+    ] == [
         (0, 1, 160),
         (1, 0, 160),
         (1, 2, 160),
@@ -44,11 +46,13 @@ def test_traffic_is_what_each_pair_of_ranks_sends_in_a_step(profile_of):
 
 def test_traffic_of_a_stream_is_a_batch_s(profile_of):
     """Not that of all batches that were simulated."""
-    found = plan_proposal(
+    chosen_plan = plan_proposal(
         PlanRequest(profile_of([1.0] * 4), FOUR, 4, asynchronous=True),
         Proposal((2, 2), "pipedream", 1),
     )
-    assert {(each.from_rank, each.to_rank): each.bytes for each in found.predicted.traffic} == {
+    assert {
+        (each.from_rank, each.to_rank): each.bytes for each in chosen_plan.predicted.traffic
+    } == {
         (0, 1): 40,
         (1, 0): 40,
     }
@@ -100,13 +104,13 @@ def test_the_table_begins_with_the_plan_and_is_no_longer_than_a_screen(profile_o
         for name in ("gpipe", "1f1b", "naive", "zb-h1")
         for cut in ((4,), (2, 2), (2, 1, 1), (1,) * 4)
     ]
-    found = best_plan(request, proposals)
-    assert len(found.candidates) == ROWS
-    first = found.candidates[0]
+    chosen_plan = best_plan(request, proposals)
+    assert len(chosen_plan.candidates) == ROWS
+    first = chosen_plan.candidates[0]
     assert (first.schedule, first.lengths, first.step_s) == (
-        found.schedule_name,
-        found.lengths,
-        found.predicted.step_s,
+        chosen_plan.schedule_name,
+        chosen_plan.lengths,
+        chosen_plan.predicted.step_s,
     )
 
 
@@ -120,9 +124,9 @@ def test_devices_are_told_where_they_are_not_simply_the_first(profile_of):
         ((2, 3), (2, 3)),
         ((1, 0, 2), (1, 0)),
     ):
-        found = plan_proposal(request, Proposal((2, 2), "1f1b", 4, devices=devices))
-        assert found.devices == told
-        found.check()
+        chosen_plan = plan_proposal(request, Proposal((2, 2), "1f1b", 4, devices=devices))
+        assert chosen_plan.devices == told
+        chosen_plan.check()
 
 
 def test_ranks_compute_as_long_as_the_simulation_says(profile_of):

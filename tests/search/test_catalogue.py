@@ -13,9 +13,9 @@ from penstock.search.catalogue import PLANNERS, TIME_LIMIT_S, make_request, plan
 @pytest.mark.parametrize("name", list(PLANNERS.entries()))
 def test_every_planner_makes_a_whole_plan_and_names_its_source(profile_of, name):
     """A planner that is not listed with its paper cannot be compared with it."""
-    found = plan(profile_of([1.0, 2.0, 1.0]), cluster(2), 8, planner=name)
-    assert isinstance(found, Plan)
-    found.check()
+    chosen_plan = plan(profile_of([1.0, 2.0, 1.0]), cluster(2), 8, planner=name)
+    assert isinstance(chosen_plan, Plan)
+    chosen_plan.check()
     assert PLANNERS.find(name).facts.get("source"), (
         f"say where {name} is from: @register(..., source=...)"
     )
@@ -95,8 +95,8 @@ def test_unknown_names_are_refused(profile_of):
 
 def test_aliases_name_the_same_schedule_once(profile_of):
     """DAPPLE's schedule is 1F1B: weighing it twice would show it twice."""
-    found = plan(profile_of([1.0, 1.0]), cluster(2), 8, schedules=["dapple", "1f1b"])
-    assert {row.schedule for row in found.candidates} == {"1f1b"}
+    chosen_plan = plan(profile_of([1.0, 1.0]), cluster(2), 8, schedules=["dapple", "1f1b"])
+    assert {row.schedule for row in chosen_plan.candidates} == {"1f1b"}
 
 
 def test_a_profile_without_layers_is_refused():

@@ -50,17 +50,17 @@ def a_plan(request, **options):
 )
 def test_a_plan_that_is_not_what_was_asked_is_refused(request_of, asked, told):
     """Each field by itself, with the planner's name and both values."""
-    made = a_plan(request_of())
+    chosen_plan = a_plan(request_of())
     with pytest.raises(PlanError, match=rf"planner 'mine' returned a plan.*:\n  .*{told}"):
-        checked_plan(made, request_of(**asked), "mine")
+        checked_plan(chosen_plan, request_of(**asked), "mine")
 
 
 def test_everything_that_differs_is_told_at_once(request_of):
     """Who mends a planner wants to see all of it."""
-    made = a_plan(request_of())
+    chosen_plan = a_plan(request_of())
     with pytest.raises(PlanError, match="stages: 2 in the plan") as caught:
         checked_plan(
-            replace(made, batch=8),
+            replace(chosen_plan, batch=8),
             request_of(stages=1, micro_batches=8, schedules=("gpipe",)),
             "mine",
         )
@@ -91,10 +91,10 @@ def test_layers_that_cannot_have_copies_have_none(profile_of):
     assert max(map(len, plan(profile, cluster_of(4), 16).schedule.ranks_of_stage)) > 1
     for planner in PLANNERS.entries():
         try:
-            made = plan(single, cluster_of(4), 16, planner=planner, budget_s=1)
+            chosen_plan = plan(single, cluster_of(4), 16, planner=planner, budget_s=1)
         except PlanError:
             continue
-        assert all(len(ranks) == 1 for ranks in made.schedule.ranks_of_stage), planner
+        assert all(len(ranks) == 1 for ranks in chosen_plan.schedule.ranks_of_stage), planner
     with pytest.raises(
         PlanError, match=r"copies of that layer would train .*: it counts its calls"
     ):
@@ -110,14 +110,16 @@ def test_layers_that_cannot_have_copies_have_none(profile_of):
 
 def test_a_plan_that_cannot_run_is_refused(request_of):
     """Its parts do not fit each other, or its programs wait for each other for ever."""
-    made = a_plan(request_of())
+    chosen_plan = a_plan(request_of())
     with pytest.raises(
         PlanError, match="planner 'mine' returned a plan that cannot run: stage lengths"
     ):
-        checked_plan(replace(made, lengths=(1, 2)), request_of(), "mine")
-    waiting = tuple(line.replace("0F0 ", "", 1) + " 0F0" for line in made.programs[:1])
+        checked_plan(replace(chosen_plan, lengths=(1, 2)), request_of(), "mine")
+    waiting = tuple(line.replace("0F0 ", "", 1) + " 0F0" for line in chosen_plan.programs[:1])
     with pytest.raises(PlanError, match="planner 'mine' returned a plan that cannot run"):
-        checked_plan(replace(made, programs=waiting + made.programs[1:]), request_of(), "mine")
+        checked_plan(
+            replace(chosen_plan, programs=waiting + chosen_plan.programs[1:]), request_of(), "mine"
+        )
     with pytest.raises(PlanError, match="planner 'mine' returned Schedule and not a Plan"):
         checked_plan(schedule("1f1b", 2, 4), request_of(), "mine")
 

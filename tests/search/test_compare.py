@@ -18,11 +18,11 @@ FEW = ("gpipe", "auto", "torchgpipe")
 def test_every_planner_is_asked_the_same_and_the_fastest_comes_first(profile_of):
     """Each plan is its own, scored by what simulating it gives."""
     profile, on = profile_of([1.0, 2.0, 3.0, 1.0], output=1e3), cluster("2xV100-10GbE")
-    found = compare(profile, on, 8, stages=2)
-    assert {each.planner for each in found} == set(PLANNERS.entries())
-    steps = [each.step_s for each in found]
+    results = compare(profile, on, 8, stages=2)
+    assert {each.planner for each in results} == set(PLANNERS.entries())
+    steps = [each.step_s for each in results]
     assert steps == sorted(steps)
-    for each in found:
+    for each in results:
         assert (each.plan is None) == bool(each.refusal)
         assert each.seconds >= 0
         if each.plan is not None:
@@ -61,11 +61,11 @@ def test_a_planner_that_has_no_plan_says_why_and_comes_last(profile_of, monkeypa
             {"entries": staticmethod(lambda: other), "find": staticmethod(other.__getitem__)},
         ),
     )
-    found = compare(
+    results = compare(
         profile_of([1.0, 2.0]), cluster("2xV100-10GbE"), 8, planners=("gpipe", "torchgpipe")
     )
-    assert [each.planner for each in found] == ["torchgpipe", "gpipe"]
-    assert (found[1].plan, found[1].refusal, found[1].step_s) == (
+    assert [each.planner for each in results] == ["torchgpipe", "gpipe"]
+    assert (results[1].plan, results[1].refusal, results[1].step_s) == (
         None,
         "not on this one",
         float("inf"),
@@ -74,10 +74,10 @@ def test_a_planner_that_has_no_plan_says_why_and_comes_last(profile_of, monkeypa
 
 def test_nothing_fits_is_told_by_each(profile_of):
     """And is no error of comparing."""
-    found = compare(
+    results = compare(
         profile_of([1.0, 2.0]), cluster("2xV100-10GbE"), 8, planners=FEW, memory_limit=10
     )
-    assert all(each.plan is None and "nothing fits" in each.refusal for each in found)
+    assert all(each.plan is None and "nothing fits" in each.refusal for each in results)
 
 
 @pytest.mark.parametrize(
@@ -111,6 +111,6 @@ def test_on_mixed_devices_auto_is_no_slower_than_any(profile_of):
         link,
         link,
     )
-    found = compare(profile_of([1.0, 2.0, 1.0, 1.0, 3.0], output=1e3), on, 16, budget_s=1000)
-    (auto,) = (each for each in found if each.planner == "auto")
-    assert auto.step_s <= found[0].step_s * 1.001
+    results = compare(profile_of([1.0, 2.0, 1.0, 1.0, 3.0], output=1e3), on, 16, budget_s=1000)
+    (auto,) = (each for each in results if each.planner == "auto")
+    assert auto.step_s <= results[0].step_s * 1.001

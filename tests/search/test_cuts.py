@@ -122,9 +122,9 @@ def test_the_cut_for_memory_evens_out_bytes(profile_of):
 def test_the_cut_avoids_a_boundary_that_the_link_cannot_carry(profile_of):
     """Even stages over a choked link are slower than uneven ones beside it."""
     profile = profile_of([1.0] * 4, output=[1.0, 1e10, 1.0, 1.0])
-    made = cluster("2xV100-1GbE")
-    assert cut(PlanRequest(profile, made, 16), (0, 1), 1, "time") != (2, 2)
-    assert cut(PlanRequest(profile_of([1.0] * 4), made, 16), (0, 1), 1, "time") == (2, 2)
+    target = cluster("2xV100-1GbE")
+    assert cut(PlanRequest(profile, target, 16), (0, 1), 1, "time") != (2, 2)
+    assert cut(PlanRequest(profile_of([1.0] * 4), target, 16), (0, 1), 1, "time") == (2, 2)
 
 
 @pytest.mark.parametrize("balance", ["time", "limits", "memory"])
@@ -134,9 +134,9 @@ def test_a_method_or_a_cut_that_the_request_names_is_taken_whatever_the_balance(
 ):
     """A named method takes precedence over the default."""
     profile = profile_of([1.0, 1.0, 1.0, 5.0], parameters=[9, 1, 1, 1])
-    found = cut(PlanRequest(profile, cluster(2), 4, by=by), (0, 1), 2, balance, (1, 1))
+    lengths = cut(PlanRequest(profile, cluster(2), 4, by=by), (0, 1), 2, balance, (1, 1))
     sized = {"micro_batch": 2} if by == "time" else {}
-    assert found == tuple(partition(profile, 2, by=by, **sized))
+    assert lengths == tuple(partition(profile, 2, by=by, **sized))
 
 
 def test_an_unknown_method_is_refused_by_name(profile_of):

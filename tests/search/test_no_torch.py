@@ -21,7 +21,7 @@ made = plan(profile, two, 4, max_replicas=1)
 simulate(made, profile, two)
 print(made.stages, weight_rule(made.weights).name)
 """
-    found = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=False
     )
-    assert (found.returncode, found.stdout.strip()) == (0, "2 flush"), found.stderr
+    assert (process.returncode, process.stdout.strip()) == (0, "2 flush"), process.stderr

@@ -61,16 +61,16 @@ def test_of_several_pipelines_one_is_weighed_first_and_all_only_if_that_may_win(
     request = PlanRequest(profile_of([1.0] * 4, fixed=0.2), on(4), 16, ("1f1b",))
     hunt = PlanSearch(request)
     both = Proposal((2, 2), "1f1b", 8, (("replicas", 2),))
-    found = hunt.evaluate(both)
+    candidate = hunt.evaluate(both)
     assert (
         len(hunt.representatives),
         hunt.representatives[0].placed.pipelines,
         hunt.representatives[0].placed.schedule.ranks,
     ) == (1, 2, 2)
-    assert hunt.feasible == [found]
-    assert found.placed.schedule.ranks == 4
-    assert found.step_s == pytest.approx(hunt.representatives[0].step_s)
-    hunt.best_s = found.step_s / 1.1
+    assert hunt.feasible == [candidate]
+    assert candidate.placed.schedule.ranks == 4
+    assert candidate.step_s == pytest.approx(hunt.representatives[0].step_s)
+    hunt.best_s = candidate.step_s / 1.1
     work = hunt.work
     assert hunt.evaluate(both) is None
     assert len(hunt.feasible) == 1
@@ -83,9 +83,9 @@ def test_an_odd_sample_that_only_some_pipelines_get_is_made_room_for(profile_of)
     """
     profile = profile_of([1.0], activation=1000.0, parameters=0)
     hunt = PlanSearch(PlanRequest(profile, on(2, memory=3000), 5, ("gpipe",)))
-    found = hunt.evaluate(Proposal((1,), "gpipe", 4, (("replicas", 2),)))
-    assert hunt.representatives[0].recompute == found.recompute != "never"
-    assert max(found.memory) <= 3000
+    candidate = hunt.evaluate(Proposal((1,), "gpipe", 4, (("replicas", 2),)))
+    assert hunt.representatives[0].recompute == candidate.recompute != "never"
+    assert max(candidate.memory) <= 3000
 
 
 def test_a_way_that_does_not_fit_is_cut_again_within_memory(profile_of):
@@ -95,8 +95,8 @@ def test_a_way_that_does_not_fit_is_cut_again_within_memory(profile_of):
     profile = profile_of([8.0, 1.0, 1.0, 1.0], activation=1.0, parameters=[10, 1000, 1000, 1000])
     request = PlanRequest(profile, on(2, memory=6100), 4, ("gpipe",), recompute="never")
     hunt = PlanSearch(request)
-    found = hunt.evaluate_configuration(way_of(request, stages=2, micro_batches=2))
-    assert found.placed.proposal.lengths in ((2, 2), (3, 1))
+    candidate = hunt.evaluate_configuration(way_of(request, stages=2, micro_batches=2))
+    assert candidate.placed.proposal.lengths in ((2, 2), (3, 1))
     assert [each.placed.proposal.lengths for each in hunt.infeasible] == [(1, 3)]
     assert hunt.infeasible[0].memory_shortfall
 

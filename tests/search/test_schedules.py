@@ -44,9 +44,9 @@ def test_facts_hold_for_the_schedule_that_is_made(name):
 @pytest.mark.parametrize("name", ["1f1b", "dapple"])
 def test_a_schedule_of_the_zoo_is_what_the_zoo_makes(name):
     """The door adds nothing to it."""
-    made = schedule(name, 3, 4, warm_up=[4, 3, 1])
-    assert made == zoo.schedule(name, 3, 4, warm_up=[4, 3, 1])
-    assert isinstance(made, Schedule)
+    example = schedule(name, 3, 4, warm_up=[4, 3, 1])
+    assert example == zoo.schedule(name, 3, 4, warm_up=[4, 3, 1])
+    assert isinstance(example, Schedule)
 
 
 def test_replicas_go_through_the_door():

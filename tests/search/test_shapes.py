@@ -29,9 +29,9 @@ def test_pipelines_stand_on_devices_of_their_own_with_the_same_kinds_in_the_same
     profile, on, batch, most
 ):
     """Only so does one pipeline stand for all of them."""
-    found = shapes(PlanRequest(profile, on, batch, max_replicas=most))
-    assert len(set(found)) == len(found) > 0
-    for shape in found:
+    all_shapes = shapes(PlanRequest(profile, on, batch, max_replicas=most))
+    assert len(set(all_shapes)) == len(all_shapes) > 0
+    for shape in all_shapes:
         assert len(set(shape.devices)) == len(shape.devices) == shape.pipelines * shape.ranks
         assert set(shape.devices) <= set(range(on.ranks))
         assert shape.first == shape.devices[: shape.ranks]
@@ -53,8 +53,8 @@ def test_pipelines_stand_along_nodes_and_across_them(profile_of):
     """Inside a node messages are quick; across nodes the copies' gradients are: which counts more
     depends on the model.
     """
-    found = shapes(PlanRequest(profile_of([1.0] * 4), cluster("2x2xV100-NVLink-25GbE"), 16))
-    assert {shape.devices for shape in found if (shape.pipelines, shape.ranks) == (2, 2)} == {
+    all_shapes = shapes(PlanRequest(profile_of([1.0] * 4), cluster("2x2xV100-NVLink-25GbE"), 16))
+    assert {shape.devices for shape in all_shapes if (shape.pipelines, shape.ranks) == (2, 2)} == {
         (0, 1, 2, 3),
         (0, 2, 1, 3),
     }
@@ -63,8 +63,8 @@ def test_pipelines_stand_along_nodes_and_across_them(profile_of):
 def test_slower_devices_may_be_left_out_and_stand_first_or_last(profile_of):
     """A slow device can cost more than it gives."""
     devices = (Device("slow", 10**9, flops=SLOW), Device("fast", 10**9, flops=FAST))
-    found = shapes(PlanRequest(profile_of([1.0] * 4), Cluster("c", devices, 2, LINK, LINK), 4))
-    assert {shape.devices for shape in found} == {(0, 1), (1, 0), (1,)}
+    all_shapes = shapes(PlanRequest(profile_of([1.0] * 4), Cluster("c", devices, 2, LINK, LINK), 4))
+    assert {shape.devices for shape in all_shapes} == {(0, 1), (1, 0), (1,)}
 
 
 def test_each_pipeline_has_its_share_of_both_kinds(profile_of):
@@ -87,19 +87,19 @@ def test_each_pipeline_has_its_share_of_both_kinds(profile_of):
 def test_mixed_pipelines_have_no_more_ranks_than_there_are_layers(profile_of):
     """Some of every kind then."""
     devices = (Device("fast", 10**9, flops=FAST),) * 6 + (Device("slow", 10**9, flops=SLOW),) * 2
-    found = shapes(
+    all_shapes = shapes(
         PlanRequest(profile_of([1.0] * 4), Cluster("c", devices, 8, LINK, LINK), 4, max_replicas=1)
     )
-    mixed = [shape for shape in found if {6, 7} & set(shape.devices)]
+    mixed = [shape for shape in all_shapes if {6, 7} & set(shape.devices)]
     assert {shape.ranks for shape in mixed} == {4}
 
 
 @pytest.mark.parametrize("spec", ["128x8xV100-NVLink-25GbE", "64x8xV100-NVLink-25GbE"])
 def test_a_thousand_devices_have_few_shapes(profile_of, spec):
     """Each is cut and simulated with many schedules: there must not be thousands."""
-    found = shapes(PlanRequest(profile_of([1.0] * 100), cluster(spec), 4096))
-    assert 2 <= len(found) <= 100
-    assert any(len(shape.devices) == cluster(spec).ranks for shape in found), "one uses all"
+    all_shapes = shapes(PlanRequest(profile_of([1.0] * 100), cluster(spec), 4096))
+    assert 2 <= len(all_shapes) <= 100
+    assert any(len(shape.devices) == cluster(spec).ranks for shape in all_shapes), "one uses all"
 
 
 def test_a_thousand_mixed_devices_have_few_shapes(profile_of):
@@ -109,8 +109,10 @@ def test_a_thousand_mixed_devices_have_few_shapes(profile_of):
         for node in range(128)
         for _ in range(8)
     )
-    found = shapes(PlanRequest(profile_of([1.0] * 100), Cluster("c", devices, 8, LINK, LINK), 4096))
-    assert 2 <= len(found) <= 200
+    all_shapes = shapes(
+        PlanRequest(profile_of([1.0] * 100), Cluster("c", devices, 8, LINK, LINK), 4096)
+    )
+    assert 2 <= len(all_shapes) <= 200
 
 
 @settings(max_examples=30, deadline=None)
@@ -118,11 +120,11 @@ def test_a_thousand_mixed_devices_have_few_shapes(profile_of):
 def test_every_choice_and_order_of_few_devices_is_equal_to_a_placement(profile, on, batch, most):
     """Equal means that devices and nodes can be renamed. One node of equal devices has no orders."""
     request = PlanRequest(profile, on, batch, max_replicas=most)
-    found = placements(request)
+    all_placements = placements(request)
     if on.nodes == 1 and len(on.kinds) == 1:
-        assert not found
+        assert not all_placements
         return
-    keys = [(shape.pipelines, placement_key(on, shape.devices)) for shape in found]
+    keys = [(shape.pipelines, placement_key(on, shape.devices)) for shape in all_placements]
     assert len(set(keys)) == len(keys)
     for count in range(1, min(on.ranks, len(profile)) + 1):
         for devices in permutations(range(on.ranks), count):

@@ -30,10 +30,10 @@ def told(request, proposal):
 def by_hand(request, proposal, profiles=None, cluster=None, batch=None):
     """Its step with other profiles or another cluster, by way of a plan and its simulation."""
     profiles, cluster = profiles or request.profiles, cluster or request.cluster
-    found = plan_proposal(
+    chosen_plan = plan_proposal(
         replace(request, profiles=profiles, cluster=cluster, batch=batch or request.batch), proposal
     )
-    return simulate_plan(found, profiles, cluster).makespan
+    return simulate_plan(chosen_plan, profiles, cluster).makespan
 
 
 def test_each_told_change_gives_the_step_that_it_says(profile_of):
@@ -155,14 +155,14 @@ def test_what_does_not_help_by_half_a_percent_is_not_told(profile_of):
 
 def test_a_plan_carries_its_remedies_best_first(profile_of):
     """And prints them."""
-    found = plan(profile_of([1.0, 3.0, 1.0, 1.0], output=300.0), TWO_NODES, 8, budget_s=1000)
-    assert found.remedies
-    steps = [each.step_s for each in found.remedies]
+    chosen_plan = plan(profile_of([1.0, 3.0, 1.0, 1.0], output=300.0), TWO_NODES, 8, budget_s=1000)
+    assert chosen_plan.remedies
+    steps = [each.step_s for each in chosen_plan.remedies]
     assert steps == sorted(steps)
-    assert all(step < found.predicted.step_s for step in steps)
-    text = str(found)
+    assert all(step < chosen_plan.predicted.step_s for step in steps)
+    text = str(chosen_plan)
     assert "suggestions:" in text
-    assert all(each.change in text for each in found.remedies)
+    assert all(each.change in text for each in chosen_plan.remedies)
 
 
 def changes_of(request, proposal):

@@ -76,13 +76,13 @@ def test_a_plan_for_a_cluster_that_is_not_here_is_estimated(penstock, words):
 def test_every_command_refuses_the_same_mistake_by_the_same_message(penstock, verb, words):
     """How a model is written is defined in one place."""
     model = words[1]
-    ran = penstock(*verb, "--model", f"{model}_no_such", *words[2:])
-    assert ran.status == 2
-    assert f"error: --model {model}_no_such: " in ran.err
-    assert "has no 'make_no_such'; it has Residual, make, load" in ran.err
-    ran = penstock(*verb, "--model", model)
-    assert ran.status == 2
-    assert f"--model {model} needs --data" in ran.err
+    result = penstock(*verb, "--model", f"{model}_no_such", *words[2:])
+    assert result.status == 2
+    assert f"error: --model {model}_no_such: " in result.err
+    assert "has no 'make_no_such'; it has Residual, make, load" in result.err
+    result = penstock(*verb, "--model", model)
+    assert result.status == 2
+    assert f"--model {model} needs --data" in result.err
 
 
 @pytest.mark.parametrize(
@@ -99,9 +99,9 @@ def test_every_command_refuses_the_same_mistake_by_the_same_message(penstock, ve
 )
 def test_plan_takes_profiles_or_a_model(penstock, words, message):
     """Not both, and not neither."""
-    ran = penstock("plan", *words)
-    assert ran.status == 2
-    assert message in ran.err
+    result = penstock("plan", *words)
+    assert result.status == 2
+    assert message in result.err
 
 
 @pytest.mark.parametrize(
@@ -110,9 +110,9 @@ def test_plan_takes_profiles_or_a_model(penstock, words, message):
 )
 def test_verify_refuses_flags_of_a_model_without_one(penstock, flag, value):
     """They would be ignored; the message has the flag as the user wrote it."""
-    ran = penstock("verify", "--schedule", "gpipe", "--stages", 2, flag, value)
-    assert ran.status == 2
-    assert f"{flag} belongs to --model, which is missing" in ran.err
+    result = penstock("verify", "--schedule", "gpipe", "--stages", 2, flag, value)
+    assert result.status == 2
+    assert f"{flag} belongs to --model, which is missing" in result.err
 
 
 def test_numbers_are_learnt_with_a_loss_of_the_user(penstock, monkeypatch, tmp_path):
@@ -135,9 +135,9 @@ def test_numbers_are_learnt_with_a_loss_of_the_user(penstock, monkeypatch, tmp_p
     run = tmp_path / "run"
     words = ("--model", f"{name}:make", "--data", f"{name}:load", "--loss", f"{name}:loss")
     sizes = ("--stages", 1, "--batch", 9, "--epochs", 1, "--micro-batches", 3)
-    ran = penstock("train", *words, *sizes, "--out", run, *SHORT)
-    assert ran.status == 0, ran.err
-    assert "2 steps, loss " in ran.out
-    assert "test loss" in ran.out
+    result = penstock("train", *words, *sizes, "--out", run, *SHORT)
+    assert result.status == 0, result.err
+    assert "2 steps, loss " in result.out
+    assert "test loss" in result.out
     assert json.loads((run / "outcome.json").read_text())["test_accuracy"] is None
     assert "and test loss" in (run / "report.html").read_text()

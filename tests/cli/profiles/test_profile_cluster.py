@@ -51,10 +51,12 @@ def measured(monkeypatch):
 def test_what_was_found_is_shown_and_written(penstock, measured, tmp_path):
     """The file is what `penstock plan --cluster` takes."""
     path = tmp_path / "lab.yaml"
-    ran = penstock("profile", "--cluster", "local:2", "--threads", 3, "--repeats", 2, "--out", path)
-    assert ran.status == 0
+    result = penstock(
+        "profile", "--cluster", "local:2", "--threads", 3, "--repeats", 2, "--out", path
+    )
+    assert result.status == 0
     assert measured == [(2, ("local:2", 2, 3), 3)]
-    assert f"wrote {path}; plan for it with: penstock plan PROFILE --cluster {path}" in ran.err
+    assert f"wrote {path}; plan for it with: penstock plan PROFILE --cluster {path}" in result.err
     assert cluster(path).link(0, 1).shared
     for words in (
         "local:2: 2 ranks on 1 node (cpu)",
@@ -65,7 +67,7 @@ def test_what_was_found_is_shown_and_written(penstock, measured, tmp_path):
         "0-1     100.1 us",
         "memory to use",
     ):
-        assert words in ran.out
+        assert words in result.out
 
 
 def test_ranks_of_one_host_are_said_to_share_its_card(measured, capsys):
@@ -90,16 +92,18 @@ def test_ranks_of_one_host_are_said_to_share_its_card(measured, capsys):
 
 def test_json_has_every_time(penstock, measured):
     """For those who fit by themselves."""
-    found = json.loads(penstock("profile", "--cluster", "local:2", "--json").out)
-    assert found["cluster"]["devices"][0]["together"] == 1.5
-    assert len(found["pairs"][0]["times"]["fresh_s"]) == len(found["pairs"][0]["times"]["sizes"])
+    content = json.loads(penstock("profile", "--cluster", "local:2", "--json").out)
+    assert content["cluster"]["devices"][0]["together"] == 1.5
+    assert len(content["pairs"][0]["times"]["fresh_s"]) == len(
+        content["pairs"][0]["times"]["sizes"]
+    )
 
 
 def test_one_process_is_measured_from_start_to_end(penstock, tmp_path):
     """The whole way once, in a real process."""
     path = tmp_path / "one.yaml"
-    ran = penstock("profile", "--cluster", "local:1", "--repeats", 1, "--out", path)
-    assert ran.status == 0
+    result = penstock("profile", "--cluster", "local:1", "--repeats", 1, "--out", path)
+    assert result.status == 0
     assert cluster(path).devices[0].peak("float32") > 0
 
 
@@ -130,9 +134,9 @@ def test_wrong_words_are_refused_before_anything_is_started(
 ):
     """Minutes of measuring must not end in a message that could have come at once."""
     monkeypatch.delenv("RANK", raising=False)
-    ran = penstock("profile", "--cluster", *words)
-    assert ran.status == 2
-    assert message in ran.err
+    result = penstock("profile", "--cluster", *words)
+    assert result.status == 2
+    assert message in result.err
     assert measured == []
 
 

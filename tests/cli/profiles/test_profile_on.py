@@ -12,14 +12,15 @@ from penstock.profile.profile import Profile
 def test_a_preset_s_device_gives_a_profile_that_plan_takes(penstock, tmp_path):
     """These two commands must work without a GPU."""
     out = tmp_path / "p.json"
-    ran = penstock(
+    result = penstock(
         "profile", "--model", "vgg16", "--image", 224, "--batch", 1024, "--on", "v100", "--out", out
     )
-    assert ran.status == 0, ran.err
+    assert result.status == 0, result.err
     assert (
-        "vgg16 on gpu: V100, by a roofline at float32, estimated; times for 1024 samples" in ran.out
+        "vgg16 on gpu: V100, by a roofline at float32, estimated; times for 1024 samples"
+        in result.out
     )
-    assert "features.conv1_1" in ran.out
+    assert "features.conv1_1" in result.out
     found = Profile.load(out)
     assert (found.device, found.batch, len(found)) == ("V100", 1024, 39)
     assert found.layers[-1].parameters == 4096 * 1000 + 1000, (
@@ -41,11 +42,13 @@ def test_a_preset_s_device_gives_a_profile_that_plan_takes(penstock, tmp_path):
 )
 def test_inputs_of_each_kind_take_their_shape_from_the_flags(penstock, words, input_bytes):
     """Tokens stay as wide as they are; a data set is loaded only where it is named."""
-    ran = penstock("profile", *words, "--batch", 8, "--sizes", "2,8", "--on", "A100-80", "--json")
-    assert ran.status == 0, ran.err
-    found = json.loads(ran.out)
-    assert found["input_bytes_per_sample"] == input_bytes
-    assert found["layers"][0]["forward"]["sizes"] == [2, 8]
+    result = penstock(
+        "profile", *words, "--batch", 8, "--sizes", "2,8", "--on", "A100-80", "--json"
+    )
+    assert result.status == 0, result.err
+    content = json.loads(result.out)
+    assert content["input_bytes_per_sample"] == input_bytes
+    assert content["layers"][0]["forward"]["sizes"] == [2, 8]
 
 
 def test_a_cluster_s_first_device_may_be_named_and_a_profile_calibrates(penstock, tmp_path):
@@ -70,10 +73,10 @@ def test_a_cluster_s_first_device_may_be_named_and_a_profile_calibrates(penstock
         "--json",
     )
     assert penstock(*words, "--repeats", 1, "--sizes", 8, "--out", measured).status == 0
-    ran = penstock(*words, "--on", tmp_path / "here.yaml", "--calibrate", measured)
-    assert ran.status == 0, ran.err
-    assert json.loads(ran.out)["device"] == "box"
-    assert json.loads(ran.out)["machine"]["efficiency"] == "a profile on cpu"
+    result = penstock(*words, "--on", tmp_path / "here.yaml", "--calibrate", measured)
+    assert result.status == 0, result.err
+    assert json.loads(result.out)["device"] == "box"
+    assert json.loads(result.out)["machine"]["efficiency"] == "a profile on cpu"
 
 
 @pytest.mark.parametrize(
@@ -89,6 +92,6 @@ def test_a_cluster_s_first_device_may_be_named_and_a_profile_calibrates(penstock
 )
 def test_wrong_words_end_with_what_was_wrong(penstock, words, message):
     """One line, and no traceback."""
-    ran = penstock("profile", *words)
-    assert ran.status != 0
-    assert message in ran.err
+    result = penstock("profile", *words)
+    assert result.status != 0
+    assert message in result.err

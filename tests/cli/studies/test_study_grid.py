@@ -12,23 +12,23 @@ from penstock.cli.studies import study_grid
 
 def test_without_a_name_the_studies_are_listed(penstock):
     """Each with its question."""
-    ran = penstock("study")
-    assert ran.status == 0
-    names = {line.split()[0] for line in ran.out.splitlines()}
+    result = penstock("study")
+    assert result.status == 0
+    names = {line.split()[0] for line in result.out.splitlines()}
     assert {"convergence", "paper", "libraries", "smoke"} <= names
     assert set(json.loads(penstock("study", "--json").out)) == names
 
 
 def test_the_cells_of_a_study_are_listed_without_running_any(penstock, tmp_path):
     """To choose `--only` by."""
-    ran = penstock("study", "paper", "--list", "--only", "deepspeed", "--repetitions", 1)
-    assert ran.status == 0
-    assert len(ran.out.splitlines()) == 8
+    result = penstock("study", "paper", "--list", "--only", "deepspeed", "--repetitions", 1)
+    assert result.status == 0
+    assert len(result.out.splitlines()) == 8
     rows = json.loads(penstock("study", "paper", "--list", "--json", "--repetitions", 1).out)
     assert {"system", "stages", "balance"} <= set(rows[0])
     words = ("--tasks", "digits", "--rules", "stash", "--depths", 2, "--seeds", 1)
-    ran = penstock("study", "convergence", "--list", *words)
-    assert [line.split()[1] for line in ran.out.splitlines()] == ["flush", "stash"]
+    result = penstock("study", "convergence", "--list", *words)
+    assert [line.split()[1] for line in result.out.splitlines()] == ["flush", "stash"]
 
 
 GRID = "system: torch\nschedule: 1f1b\nmodel: mlp\ndata: random\nbatch: 8\nsteps: 1\n"
@@ -63,10 +63,10 @@ GRID = "system: torch\nschedule: 1f1b\nmodel: mlp\ndata: random\nbatch: 8\nsteps
 )
 def test_wrong_words_are_refused_before_anything_runs(penstock, tmp_path, words, message):
     """Exit status 2, one message, no folder."""
-    ran = penstock("study", *words, "--out", tmp_path / "new")
-    assert ran.status == 2
-    assert message in ran.err
-    assert "Traceback" not in ran.err
+    result = penstock("study", *words, "--out", tmp_path / "new")
+    assert result.status == 2
+    assert message in result.err
+    assert "Traceback" not in result.err
     assert not (tmp_path / "new").exists()
 
 
@@ -74,10 +74,10 @@ def test_a_wrong_grid_is_refused_before_anything_runs(penstock, tmp_path):
     """Its file and the place in it are named."""
     path = tmp_path / "grid.yaml"
     path.write_text(GRID.replace("steps", "stepz"))
-    ran = penstock("study", path, "--out", tmp_path / "new")
-    assert ran.status == 2
-    assert "grid.yaml" in ran.err
-    assert "stepz" in ran.err
+    result = penstock("study", path, "--out", tmp_path / "new")
+    assert result.status == 2
+    assert "grid.yaml" in result.err
+    assert "stepz" in result.err
     path.write_text(GRID)
     assert penstock("study", path, "--list").out.strip() == "torch 1f1b mlp S=1 M=1 bottleneck"
     assert not (tmp_path / "new").exists()
@@ -86,9 +86,9 @@ def test_a_wrong_grid_is_refused_before_anything_runs(penstock, tmp_path):
 def test_a_folder_that_cannot_be_written_is_refused(penstock, tmp_path):
     """Before the first cell, not after it."""
     (tmp_path / "file").write_text("")
-    ran = penstock("study", "smoke", "--out", tmp_path / "file")
-    assert ran.status == 2
-    assert "cannot store records in" in ran.err
+    result = penstock("study", "smoke", "--out", tmp_path / "file")
+    assert result.status == 2
+    assert "cannot store records in" in result.err
 
 
 @pytest.mark.parametrize("error", [None, KeyboardInterrupt])

@@ -25,16 +25,16 @@ COSTS = Costs(forward=[1, 3, 1, 2], transfer=0.25)
 def test_it_is_found_by_name_and_takes_costs():
     """The list of schedules must say that this one needs costs."""
     assert schedules()["synthesised"].needs_costs
-    found = schedule("synthesised", costs=COSTS, micro_batches=6, memory_limit=3, max_rounds=2)
-    assert found.name == "synthesised"
-    assert max(verify(found).peak_on_rank) <= 3
+    example = schedule("synthesised", costs=COSTS, micro_batches=6, memory_limit=3, max_rounds=2)
+    assert example.name == "synthesised"
+    assert max(verify(example).peak_on_rank) <= 3
 
 
 def test_the_schedule_tells_its_makespan_bound_and_gap():
     """A schedule on its own says how far it may be from the best."""
-    found = schedule("synthesised", costs=COSTS, micro_batches=6, max_rounds=2)
-    told = dict(found.options)
-    assert told["makespan"] == simulate_schedule(found, COSTS).makespan
+    example = schedule("synthesised", costs=COSTS, micro_batches=6, max_rounds=2)
+    told = dict(example.options)
+    assert told["makespan"] == simulate_schedule(example, COSTS).makespan
     assert told["lower_bound"] <= told["makespan"]
     assert told["gap"] == pytest.approx(told["makespan"] / told["lower_bound"] - 1)
     assert isinstance(told["proved"], bool)
@@ -55,7 +55,7 @@ def test_gradients_are_those_of_plain_training_to_the_bit(placement):
     """
     case = CASES["gpt"]
     model, x, y = made(case)
-    found = schedule(
+    example = schedule(
         "synthesised",
         costs=COSTS,
         micro_batches=6,
@@ -66,6 +66,6 @@ def test_gradients_are_those_of_plain_training_to_the_bit(placement):
     _, parts = PlainTraining(copy.deepcopy(model), case.loss).backward_in_parts(x, y, 6)
     lengths = lengths_of(len(layers_of(model)), 4)
     Pipeline(
-        model, loss=case.loss, balance=lengths, schedule=found, executor="threads"
+        model, loss=case.loss, balance=lengths, schedule=example, executor="threads"
     ).train_batch(x, y)
-    assert differences(gradients(model), in_order_of(found, lengths, model, parts)) == []
+    assert differences(gradients(model), in_order_of(example, lengths, model, parts)) == []

@@ -61,11 +61,11 @@ def test_the_papers_measured_times_give_the_papers_bubble_rates(heads, hidden, p
     costs = costs_of(*times)
     kept = 32 * hidden / (34 * hidden + 5 * heads * 1024)
     for name, rate, limit in zip(("zb-1p", "zb-2p"), rates, (p, 2 * p), strict=True):
-        made = schedule(name, p, m, costs=costs, kept_for_weight_grad=kept)
-        assert simulate_schedule(made, costs).span_bubble_ratio == pytest.approx(rate, abs=5e-5), (
-            name
-        )
-        assert max(most_held(made, kept)) <= limit + 1e-6
+        zero_bubble = schedule(name, p, m, costs=costs, kept_for_weight_grad=kept)
+        assert simulate_schedule(zero_bubble, costs).span_bubble_ratio == pytest.approx(
+            rate, abs=5e-5
+        ), name
+        assert max(most_held(zero_bubble, kept)) <= limit + 1e-6
 
 
 @st.composite
@@ -94,13 +94,14 @@ def test_for_any_costs_it_is_sound_and_stays_in_any_memory(costs, m, data):
     p = len(costs.forward)
     limits = data.draw(st.lists(st.floats(1, 2.5 * p), min_size=p, max_size=p))
     kept = data.draw(st.floats(0, 1))
-    made = schedule(
+    zero_bubble = schedule(
         "zb-auto", micro_batches=m, costs=costs, memory_limit=limits, kept_for_weight_grad=kept
     )
-    check_split(made)
-    assert (made.stages, made.micro_batches) == (p, m)
+    check_split(zero_bubble)
+    assert (zero_bubble.stages, zero_bubble.micro_batches) == (p, m)
     assert all(
-        held <= limit + 1e-6 for held, limit in zip(most_held(made, kept), limits, strict=True)
+        held <= limit + 1e-6
+        for held, limit in zip(most_held(zero_bubble, kept), limits, strict=True)
     )
 
 
@@ -174,9 +175,9 @@ def test_costs_that_differ_by_micro_batch_are_measured_each():
     times.
     """
     long_first = Costs(forward=[[4, 1, 1, 1]] * 3, input_grad=[[4, 1, 1, 1]] * 3, weight_grad=1)
-    made = schedule("zb-2p", micro_batches=4, costs=long_first)
-    check_split(made)
-    assert made != schedule("zb-2p", 3, 4, costs=costs_of(1, 1, 1))
+    zero_bubble = schedule("zb-2p", micro_batches=4, costs=long_first)
+    check_split(zero_bubble)
+    assert zero_bubble != schedule("zb-2p", 3, 4, costs=costs_of(1, 1, 1))
 
 
 def test_what_the_costs_say_of_bytes_after_the_input_grad_is_what_counts():
@@ -196,8 +197,8 @@ def test_what_the_costs_say_of_bytes_after_the_input_grad_is_what_counts():
 
 def test_the_smallest_memory_is_one_micro_batch_at_a_time():
     """A stage that holds one must finish its backward, W included, before the next forward."""
-    made = schedule("zb-auto", 3, 2, costs=Costs(), memory_limit=1)
-    assert str(made) == "\n".join(
+    zero_bubble = schedule("zb-auto", 3, 2, costs=Costs(), memory_limit=1)
+    assert str(zero_bubble) == "\n".join(
         f"rank {s} | {s}F0 {s}I0 {s}W0 {s}F1 {s}I1 {s}W1 {s}U1" for s in range(3)
     )
 
@@ -229,8 +230,8 @@ def test_limits_and_fractions_that_mean_nothing_are_refused(options, message):
 @pytest.mark.parametrize("name", NAMES)
 def test_it_remembers_its_options_and_not_its_costs(name):
     """Options are printed and stored with plans: plain data only."""
-    made = schedule(name, 2, 3, costs=Costs(), kept_for_weight_grad=0.5)
-    assert (made.name, made.options) == (name, (("kept_for_weight_grad", 0.5),))
+    zero_bubble = schedule(name, 2, 3, costs=Costs(), kept_for_weight_grad=0.5)
+    assert (zero_bubble.name, zero_bubble.options) == (name, (("kept_for_weight_grad", 0.5),))
 
 
 @pytest.mark.parametrize(("name", "p", "m"), [("zb-1p", 4, 6), ("zb-2p", 2, 5), ("zb-auto", 3, 4)])

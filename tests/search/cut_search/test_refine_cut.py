@@ -35,9 +35,9 @@ def test_no_boundary_moved_by_one_layer_makes_it_faster(
     """And it is never slower than what it began with."""
     hunt = PlanSearch(PlanRequest(profile, on(stages, link), 8, budget_s=1000))
     first = hunt.evaluate(Proposal(data.draw(cuts(len(profile), stages)), name, micro_batches))
-    found = refine_cut(hunt, first)
-    assert found.step_s <= first.step_s
-    lengths = found.placed.proposal.lengths
+    refined = refine_cut(hunt, first)
+    assert refined.step_s <= first.step_s
+    lengths = refined.placed.proposal.lengths
     for boundary, step in [(b, s) for b in range(stages - 1) for s in (1, -1)]:
         moved = list(lengths)
         moved[boundary] += step
@@ -46,7 +46,7 @@ def test_no_boundary_moved_by_one_layer_makes_it_faster(
             other = evaluate(
                 instantiate(hunt.request, Proposal(tuple(moved), name, micro_batches))
             )[-1]
-            assert other.step_s >= found.step_s * (1 - WORTH)
+            assert other.step_s >= refined.step_s * (1 - WORTH)
 
 
 def test_one_micro_batch_is_cut_for_its_links_alone(profile_of):
@@ -55,7 +55,7 @@ def test_one_micro_batch_is_cut_for_its_links_alone(profile_of):
     """
     profile = profile_of([1.0, 1.0, 1.0, 1.0], output=[1.0, 500.0, 100.0, 0.0])
     hunt = PlanSearch(PlanRequest(profile, on(2, Link(0.0, 100.0)), 1, budget_s=1000))
-    found = refine_cut(hunt, hunt.evaluate(Proposal((2, 2), "1f1b", 1)))
+    refined = refine_cut(hunt, hunt.evaluate(Proposal((2, 2), "1f1b", 1)))
     every = {
         lengths: evaluate(instantiate(hunt.request, Proposal(lengths, "1f1b", 1)))[-1].step_s
         for lengths in (
@@ -63,7 +63,9 @@ def test_one_micro_batch_is_cut_for_its_links_alone(profile_of):
             for inner in combinations(range(1, 4), 1)
         )
     }
-    assert found.placed.proposal.lengths == min(every, key=lambda lengths: every[lengths]) == (1, 3)
+    assert (
+        refined.placed.proposal.lengths == min(every, key=lambda lengths: every[lengths]) == (1, 3)
+    )
 
 
 def test_a_cut_that_was_asked_for_is_left_alone(profile_of):
@@ -73,8 +75,8 @@ def test_a_cut_that_was_asked_for_is_left_alone(profile_of):
     first = hunt.evaluate(Proposal((2, 1), "1f1b", 4))
     assert refine_cut(hunt, first) is first
     free = PlanSearch(PlanRequest(profile, on(2), 8, budget_s=1000))
-    made = free.evaluate(Proposal((2, 1), "zb-auto", 4))
-    assert refine_cut(free, made) is made
+    candidate = free.evaluate(Proposal((2, 1), "zb-auto", 4))
+    assert refine_cut(free, candidate) is candidate
     assert refine_cut(
         free, free.evaluate(Proposal((2, 1), "1f1b", 4), force=True)
     ).placed.proposal.lengths == (1, 2)

@@ -88,10 +88,11 @@ def test_a_stage_on_several_devices_has_them_in_one_node():
     """A submesh inside a node uses its links; ranks of the plan are placed so."""
     costs = profile([(0.01, 0.02)] * 3 + [(0.04, 0.08)], parameter_bytes=[10**7] * 4)
     request = ask(costs, "2x4xV100-NVLink-10GbE", micro_batches=16)
-    found = alpa(request)
-    for ranks in found.schedule.ranks_of_stage:
+    chosen_plan = alpa(request)
+    for ranks in chosen_plan.schedule.ranks_of_stage:
         nodes = {
-            request.cluster.node(found.devices[rank] if found.devices else rank) for rank in ranks
+            request.cluster.node(chosen_plan.devices[rank] if chosen_plan.devices else rank)
+            for rank in ranks
         }
         assert len(nodes) == max(1, len(ranks) // 4)
 
@@ -103,5 +104,7 @@ def test_devices_that_no_submeshes_make_up_are_left_over():
     assert [
         len(r) for r in alpa(ask(profile([(0.1, 0.2)]), "6xV100-NVLink")).schedule.ranks_of_stage
     ] == [6]
-    found = alpa(ask(profile([(0.1, 0.2)], parameter_bytes=[0]), "6xV100-NVLink", micro_batches=4))
-    assert [len(ranks) for ranks in found.schedule.ranks_of_stage] == [4]
+    chosen_plan = alpa(
+        ask(profile([(0.1, 0.2)], parameter_bytes=[0]), "6xV100-NVLink", micro_batches=4)
+    )
+    assert [len(ranks) for ranks in chosen_plan.schedule.ranks_of_stage] == [4]

@@ -66,20 +66,22 @@ def test_a_planner_keeps_to_what_is_asked_or_says_why_not(
     profile = profile_of(seconds, activation=activation, output=output, parameters=parameters)
     try:
         request = PlanRequest(profile, cluster, batch, **asked)
-        found = PLANNERS.find(name).make(request)
+        chosen_plan = PLANNERS.find(name).make(request)
     except PlanError:
         return
-    found.check()
-    verify(found.schedule)
-    devices = found.devices or tuple(range(found.ranks))
-    assert len(set(devices)) == found.ranks
+    chosen_plan.check()
+    verify(chosen_plan.schedule)
+    devices = chosen_plan.devices or tuple(range(chosen_plan.ranks))
+    assert len(set(devices)) == chosen_plan.ranks
     assert all(
         peak <= request.memory_bytes(device)
-        for peak, device in zip(found.predicted.peak_memory, devices, strict=True)
+        for peak, device in zip(chosen_plan.predicted.peak_memory, devices, strict=True)
     )
-    assert found.objective is not None
-    assert found.objective.value >= 0
-    assert found.stages == asked.get("stages", found.stages)
-    assert found.micro_batches == asked.get("micro_batches", found.micro_batches)
-    assert max(map(len, found.schedule.ranks_of_stage)) <= asked.get("max_replicas", cluster.ranks)
-    assert found.synchronous or asked.get("asynchronous")
+    assert chosen_plan.objective is not None
+    assert chosen_plan.objective.value >= 0
+    assert chosen_plan.stages == asked.get("stages", chosen_plan.stages)
+    assert chosen_plan.micro_batches == asked.get("micro_batches", chosen_plan.micro_batches)
+    assert max(map(len, chosen_plan.schedule.ranks_of_stage)) <= asked.get(
+        "max_replicas", cluster.ranks
+    )
+    assert chosen_plan.synchronous or asked.get("asynchronous")

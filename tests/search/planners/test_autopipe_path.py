@@ -14,9 +14,9 @@ seconds = st.floats(0.25, 4)
 
 def simulated(forward, backward):
     """1F1B with twice as many micro-batches as stages, transfers free."""
-    made = schedule("1f1b", len(forward), 2 * len(forward))
+    example = schedule("1f1b", len(forward), 2 * len(forward))
     return simulate_schedule(
-        made,
+        example,
         Costs(
             forward=list(forward),
             backward=list(backward),
@@ -30,9 +30,9 @@ def simulated(forward, backward):
 @given(stages=st.integers(1, 8), forward=seconds, backward=seconds)
 def test_equal_stages_take_what_1f1b_takes(stages, forward, backward):
     """(m + p - 1)(f + b) with m = 2p."""
-    found = critical_path([forward] * stages, [backward] * stages)
-    assert found.step_s == pytest.approx((3 * stages - 1) * (forward + backward))
-    assert found.critical == stages - 1
+    path = critical_path([forward] * stages, [backward] * stages)
+    assert path.step_s == pytest.approx((3 * stages - 1) * (forward + backward))
+    assert path.critical == stages - 1
 
 
 @settings(max_examples=150, deadline=None)

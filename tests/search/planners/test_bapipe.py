@@ -41,23 +41,23 @@ def ways(profile, cluster, batch, table, **asked):
 
 def test_on_gpus_slow_links_bring_the_overlapping_schedule(profile_of):
     """SR is notable: SNO pays it for nearly every micro-batch, SO only to fill and drain."""
-    found = plan(
+    chosen_plan = plan(
         profile_of([1e-3] * 8, output=100),
         cluster_of(4, bandwidth=2e6),
         64,
         planner="bapipe",
         micro_batches=16,
     )
-    assert found.schedule_name == "eager-1f1b"
-    assert found.objective.name == "1f1b-so step"
+    assert chosen_plan.schedule_name == "eager-1f1b"
+    assert chosen_plan.objective.name == "1f1b-so step"
 
 
 def test_on_gpus_quick_links_bring_the_leaner_schedule(profile_of):
     """As fast to within 0.1 %, and half the features."""
-    found = plan(
+    chosen_plan = plan(
         profile_of([1e-3] * 8, output=1), cluster_of(4), 64, planner="bapipe", micro_batches=16
     )
-    assert found.schedule_name == "1f1b"
+    assert chosen_plan.schedule_name == "1f1b"
 
 
 def test_on_gpus_the_overlapping_schedule_is_not_taken_where_its_features_do_not_fit(profile_of):
@@ -65,13 +65,13 @@ def test_on_gpus_the_overlapping_schedule_is_not_taken_where_its_features_do_not
     profile = profile_of([1e-3] * 8, output=100, activation=1000.0)
     asked = {"planner": "bapipe", "micro_batches": 16, "recompute": "never"}
     wide = plan(profile, cluster_of(4, bandwidth=2e6), 64, **asked)
-    found = plan(
+    chosen_plan = plan(
         profile,
         cluster_of(4, bandwidth=2e6, memory=max(wide.predicted.peak_memory) - 1),
         64,
         **asked,
     )
-    assert (wide.schedule_name, found.schedule_name) == ("eager-1f1b", "1f1b")
+    assert (wide.schedule_name, chosen_plan.schedule_name) == ("eager-1f1b", "1f1b")
 
 
 def test_on_fpgas_both_forward_and_backward_at_once_where_the_link_does_not_carry_what_one_asks(
@@ -103,8 +103,10 @@ def test_the_objective_is_the_tables_time_with_the_slowest_stage_and_the_slowest
 def test_equal_stages_take_in_simulation_what_the_table_says(profile_of):
     """Where the table's supposition holds, its time is the step's."""
     profile = profile_of([1e-3] * 8, output=100)
-    found = plan(profile, cluster_of(4, bandwidth=2e6), 64, planner="bapipe", micro_batches=16)
-    assert found.predicted.step_s == pytest.approx(found.objective.value)
+    chosen_plan = plan(
+        profile, cluster_of(4, bandwidth=2e6), 64, planner="bapipe", micro_batches=16
+    )
+    assert chosen_plan.predicted.step_s == pytest.approx(chosen_plan.objective.value)
 
 
 def test_where_transfers_bound_only_cheap_boundaries_are_cut(profile_of):
@@ -134,9 +136,9 @@ def test_split_layers_take_the_ideal_time_on_boards_of_different_speed(profile_o
         each = 1 / (3 / sum(profile.step_seconds(4)))
         assert way.split_s == pytest.approx((8 + 2 - 1) * each, rel=1e-6)
         assert way.split_s < way.step_s
-    found = plan(profile, cluster, 32, planner="bapipe", micro_batches=8)
-    assert found.objective.value == pytest.approx((8 + 2 - 1) * each, rel=1e-6)
-    assert sum(found.lengths) == 5
+    chosen_plan = plan(profile, cluster, 32, planner="bapipe", micro_batches=8)
+    assert chosen_plan.objective.value == pytest.approx((8 + 2 - 1) * each, rel=1e-6)
+    assert sum(chosen_plan.lengths) == 5
 
 
 def test_on_fpgas_weights_stay_on_the_chip_where_that_costs_no_time(profile_of):

@@ -40,9 +40,9 @@ def stage_seconds(seconds, lengths):
 @given(rows)
 def test_between_whole_layers_the_slowest_stage_is_as_fast_as_can_be(seconds):
     """On accelerators alike or not, in the given order."""
-    found = balanced_lengths(seconds)
+    lengths = balanced_lengths(seconds)
     every = all_lengths(len(seconds[0]), len(seconds))
-    assert max(stage_seconds(seconds, found)) == pytest.approx(
+    assert max(stage_seconds(seconds, lengths)) == pytest.approx(
         min(max(stage_seconds(seconds, each)) for each in every)
     )
 
@@ -62,9 +62,9 @@ def test_with_fewer_boundaries_only_those_are_cut(seconds, data):
         with pytest.raises(PlanError, match="places to cut"):
             balanced_lengths(seconds, allowed)
         return
-    found = balanced_lengths(seconds, allowed)
-    assert found in every
-    assert max(stage_seconds(seconds, found)) == pytest.approx(
+    lengths = balanced_lengths(seconds, allowed)
+    assert lengths in every
+    assert max(stage_seconds(seconds, lengths)) == pytest.approx(
         min(max(stage_seconds(seconds, each)) for each in every)
     )
 

@@ -43,19 +43,25 @@ def planned(name, request):
 @pytest.mark.parametrize("where", ["4xV100-10GbE", "2x2xV100-NVLink-25GbE", "1xV100-NVLink"])
 def test_every_plan_is_sound_and_says_what_its_paper_makes_least(name, where):
     """A planner's own value is how its faithfulness is tested."""
-    found = planned(name, ask(COSTS, where))
-    verify(found.schedule)
-    found.check()
-    assert found.objective is not None
-    assert found.objective.value >= 0
-    assert found.ranks <= 4
+    chosen_plan = planned(name, ask(COSTS, where))
+    verify(chosen_plan.schedule)
+    chosen_plan.check()
+    assert chosen_plan.objective is not None
+    assert chosen_plan.objective.value >= 0
+    assert chosen_plan.ranks <= 4
 
 
 @every
 def test_what_is_asked_for_is_kept(name):
     """Number of stages and of micro-batches, recomputation: a planner plans around them."""
-    found = planned(name, ask(COSTS, "4xV100-10GbE", stages=2, micro_batches=8, recompute="always"))
-    assert (found.stages, found.micro_batches, found.recompute) == (2, 8, "always")
+    chosen_plan = planned(
+        name, ask(COSTS, "4xV100-10GbE", stages=2, micro_batches=8, recompute="always")
+    )
+    assert (chosen_plan.stages, chosen_plan.micro_batches, chosen_plan.recompute) == (
+        2,
+        8,
+        "always",
+    )
 
 
 @every

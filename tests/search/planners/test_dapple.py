@@ -58,24 +58,28 @@ def objective(profile, found, micro_batches, bandwidth):
 
 def test_the_plans_objective_is_l_of_the_plan(profile):
     """What was made least, put together again from the plan alone."""
-    found = plan(profile, cluster_of(4, 4), 64, planner="dapple")
-    assert found.objective is not None
-    micro_batches = int(found.objective.name.split()[2])
-    assert found.objective.value == pytest.approx(objective(profile, found, micro_batches, 1e7))
+    chosen_plan = plan(profile, cluster_of(4, 4), 64, planner="dapple")
+    assert chosen_plan.objective is not None
+    micro_batches = int(chosen_plan.objective.name.split()[2])
+    assert chosen_plan.objective.value == pytest.approx(
+        objective(profile, chosen_plan, micro_batches, 1e7)
+    )
 
 
 def test_a_layer_with_most_weights_stands_alone_so_that_they_need_not_be_added_up(profile):
     """15 : 1 for VGG-19, here 3 : 1."""
-    found = plan(profile, cluster_of(4), 64, planner="dapple")
-    assert dict(found.schedule_options)["replicas"] == (3, 1)
-    assert found.lengths == (3, 1)
+    chosen_plan = plan(profile, cluster_of(4), 64, planner="dapple")
+    assert dict(chosen_plan.schedule_options)["replicas"] == (3, 1)
+    assert chosen_plan.lengths == (3, 1)
 
 
 def test_the_latency_is_near_what_simulation_says(profile_of):
     """On a straight pipeline the formula is about the step that the simulator plays."""
     profile = profile_of([1e-3] * 8, output=1)
-    found = plan(profile, cluster_of(4), 64, planner="dapple", max_replicas=1, micro_batches=16)
-    assert found.predicted.step_s == pytest.approx(found.objective.value, rel=0.05)
+    chosen_plan = plan(
+        profile, cluster_of(4), 64, planner="dapple", max_replicas=1, micro_batches=16
+    )
+    assert chosen_plan.predicted.step_s == pytest.approx(chosen_plan.objective.value, rel=0.05)
 
 
 def test_notable_transfers_bring_policy_b(profile_of):
@@ -110,7 +114,7 @@ def test_policy_a_is_taken_where_only_that_fits(profile_of):
         profile, cluster_of(4, between=4e5), 64, planner="dapple", recompute="never", **asked
     )
     limit = max(wide.predicted.peak_memory) - 1
-    found = plan(
+    chosen_plan = plan(
         profile,
         cluster_of(4, between=4e5, memory=limit),
         64,
@@ -119,16 +123,18 @@ def test_policy_a_is_taken_where_only_that_fits(profile_of):
         **asked,
     )
     assert "warm_up" in dict(wide.schedule_options)
-    assert "warm_up" not in dict(found.schedule_options)
+    assert "warm_up" not in dict(chosen_plan.schedule_options)
 
 
 def test_ranks_of_a_stage_stand_where_its_place_is(profile_of):
     """With a slow network between nodes, copies that have much to add up are on one node."""
     profile = profile_of([1e-3] * 2, parameters=[50_000, 50_000], output=1)
-    found = plan(profile, cluster_of(4, 2, inside=1e9, between=1e6), 64, planner="dapple", stages=2)
+    chosen_plan = plan(
+        profile, cluster_of(4, 2, inside=1e9, between=1e6), 64, planner="dapple", stages=2
+    )
     ranks = [
-        [found.devices[rank] if found.devices else rank for rank in each]
-        for each in found.schedule.ranks_of_stage
+        [chosen_plan.devices[rank] if chosen_plan.devices else rank for rank in each]
+        for each in chosen_plan.schedule.ranks_of_stage
     ]
     assert sorted(sorted(each) for each in ranks) == [[0, 1], [2, 3]]
 
@@ -153,6 +159,6 @@ def test_more_stages_than_devices_are_refused(profile_of):
 @pytest.mark.parametrize("micro_batches", [1, 2, 3])
 def test_no_stage_has_more_copies_than_there_are_micro_batches(profile, micro_batches):
     """Each copy needs one of its own, however many samples there are to split."""
-    found = plan(profile, cluster_of(4), 64, planner="dapple", micro_batches=micro_batches)
-    assert max(map(len, found.schedule.ranks_of_stage)) <= micro_batches
-    assert found.micro_batches == micro_batches
+    chosen_plan = plan(profile, cluster_of(4), 64, planner="dapple", micro_batches=micro_batches)
+    assert max(map(len, chosen_plan.schedule.ranks_of_stage)) <= micro_batches
+    assert chosen_plan.micro_batches == micro_batches

@@ -71,7 +71,7 @@ def test_a_slow_stage_is_the_pivot():
 def test_on_equal_stages_and_free_links_the_latency_is_the_makespan_of_1f1b(count, micro_batches):
     """(m + p - 1)(f + b): there the formula is no approximation."""
     found = latency((1.0,) * count, (2.0,) * count, (0.0,) * count, micro_batches)
-    made = simulate_schedule(
+    timeline = simulate_schedule(
         schedule("1f1b", count, micro_batches), Costs(forward=1.0, backward=2.0)
     )
-    assert found.seconds == pytest.approx(made.makespan)
+    assert found.seconds == pytest.approx(timeline.makespan)

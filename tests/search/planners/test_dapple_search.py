@@ -132,13 +132,13 @@ def test_over_several_nodes_latency_is_what_the_places_make_it(task, sizes):
 def test_a_number_of_stages_and_of_copies_is_kept(task, stages, most):
     """What is fixed filters the same objective; with copies limited, devices may be left over."""
     limited = Task(task.costs[:most], task.sizes, task.network, task.micro_batches, stages)
-    found = search(limited, keep=20)
+    pipelines = search(limited, keep=20)
     if stages > min(len(task.costs[0]), 4):
-        assert found == []
+        assert pipelines == []
         return
-    assert all(len(each.stages) == stages for each in found)
-    assert all(sum(place) <= most for each in found for *_, place in each.stages)
-    assert evaluated(limited, found[0].stages) == pytest.approx(found[0].seconds)
+    assert all(len(each.stages) == stages for each in pipelines)
+    assert all(sum(place) <= most for each in pipelines for *_, place in each.stages)
+    assert evaluated(limited, pipelines[0].stages) == pytest.approx(pipelines[0].seconds)
 
 
 def test_placement_policies_are_those_of_the_paper():

@@ -36,21 +36,23 @@ def test_the_objective_is_the_ring_formula_and_what_simulation_says(
     """Every device's share, then 2 (R - 1) pieces round the ring: the formula is exact for equal
     shares.
     """
-    found = plan(profile_of(seconds), cluster_of(ranks), ranks * each, planner="data-parallel")
+    chosen_plan = plan(
+        profile_of(seconds), cluster_of(ranks), ranks * each, planner="data-parallel"
+    )
     computing = sum(3 * each * second for second in seconds)
     ring = 2 * (ranks - 1) * (1e-4 + 1000 * len(seconds) / ranks / 1e6)
-    assert found.objective.value == pytest.approx(computing + ring)
-    assert found.predicted.step_s == pytest.approx(computing + ring)
-    assert (found.stages, found.micro_batches) == (1, ranks)
+    assert chosen_plan.objective.value == pytest.approx(computing + ring)
+    assert chosen_plan.predicted.step_s == pytest.approx(computing + ring)
+    assert (chosen_plan.stages, chosen_plan.micro_batches) == (1, ranks)
 
 
 def test_gradients_are_accumulated_over_as_few_parts_as_fit(profile_of):
     """A share of 16 samples does not fit, 8 samples do: two parts, not four."""
     profile = profile_of([1e-3], activation=1000.0, parameters=10)
-    found = plan(
+    chosen_plan = plan(
         profile, cluster_of(2, memory=8_500), 32, planner="data-parallel", recompute="never"
     )
-    assert found.micro_batches == 2 * 2
+    assert chosen_plan.micro_batches == 2 * 2
 
 
 def test_devices_of_different_speed_wait_for_the_slowest(profile_of):
@@ -62,8 +64,8 @@ def test_devices_of_different_speed_wait_for_the_slowest(profile_of):
 
 def test_a_batch_with_fewer_samples_than_devices_leaves_some_idle(profile_of):
     """Each needs a sample."""
-    found = plan(profile_of([1e-3]), cluster_of(4), 3, planner="data-parallel")
-    assert found.ranks == 3
+    chosen_plan = plan(profile_of([1e-3]), cluster_of(4), 3, planner="data-parallel")
+    assert chosen_plan.ranks == 3
 
 
 def test_what_does_not_fit_in_the_smallest_parts_is_refused_with_what_it_needs(profile_of):

@@ -18,11 +18,14 @@ from penstock.search.planners.deepspeed import deepspeed, deepspeed_uniform
 def test_its_known_cuts_come_out(weights, stages, ends):
     """docs/literature/deepspeed.md, oracles of partition_balanced."""
     costs = profile([(0.1, 0.2)] * len(weights), parameters=weights)
-    found = deepspeed(ask(costs, f"{stages}xV100-NVLink"))
-    assert [end for _, end in bounds(found.lengths)] == ends
-    sums = [sum(weights[a:b]) for a, b in bounds(found.lengths)]
-    assert found.objective.value == max(sums) - min(sums)
-    assert str(found.objective) == f"most less fewest parameters of a stage {max(sums) - min(sums)}"
+    chosen_plan = deepspeed(ask(costs, f"{stages}xV100-NVLink"))
+    assert [end for _, end in bounds(chosen_plan.lengths)] == ends
+    sums = [sum(weights[a:b]) for a, b in bounds(chosen_plan.lengths)]
+    assert chosen_plan.objective.value == max(sums) - min(sums)
+    assert (
+        str(chosen_plan.objective)
+        == f"most less fewest parameters of a stage {max(sums) - min(sums)}"
+    )
 
 
 @pytest.mark.parametrize(
@@ -37,24 +40,26 @@ def test_vgg19_with_times_for_weights_is_cut_as_in_the_table(stages, lengths):
 def test_uniform_has_one_more_layer_in_the_first_stages():
     """partition_uniform; as partition="uniform" of the same planner."""
     costs = profile([(0.1, 0.2)] * 10)
-    found = deepspeed_uniform(ask(costs, "4xV100-NVLink"))
+    chosen_plan = deepspeed_uniform(ask(costs, "4xV100-NVLink"))
     assert (
-        found.lengths
+        chosen_plan.lengths
         == deepspeed(ask(costs, "4xV100-NVLink", by="uniform")).lengths
         == (3, 3, 2, 2)
     )
-    assert found.objective.value == 1
+    assert chosen_plan.objective.value == 1
 
 
 def test_types_are_counted():
     """partition_method="type:…" goes by class names."""
-    found = deepspeed(ask(profile([(0.1, 0.2)] * 8), "4xV100-NVLink", by="type:l"))
-    assert found.lengths == (2, 2, 2, 2)
-    assert found.objective.value == 0
+    chosen_plan = deepspeed(ask(profile([(0.1, 0.2)] * 8), "4xV100-NVLink", by="type:l"))
+    assert chosen_plan.lengths == (2, 2, 2, 2)
+    assert chosen_plan.objective.value == 0
 
 
 def test_devices_that_are_left_are_more_pipelines():
     """world size = pipe x data, as its topology has it; each pipeline has as many micro-batches."""
-    found = deepspeed(ask(profile([(0.1, 0.2)] * 8), "7xV100-NVLink", stages=2, micro_batches=12))
-    assert [len(ranks) for ranks in found.schedule.ranks_of_stage] == [3, 3]
-    assert dict(found.schedule_options) == {"replicas": 3}
+    chosen_plan = deepspeed(
+        ask(profile([(0.1, 0.2)] * 8), "7xV100-NVLink", stages=2, micro_batches=12)
+    )
+    assert [len(ranks) for ranks in chosen_plan.schedule.ranks_of_stage] == [3, 3]
+    assert dict(chosen_plan.schedule_options) == {"replicas": 3}

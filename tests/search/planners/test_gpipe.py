@@ -27,9 +27,9 @@ def test_no_cut_has_less_variance(costs, data):
 def test_the_objective_is_the_deviation_of_the_stages_seconds():
     """Of a micro-batch, from the profile alone; and every stage is recomputed, as in the paper."""
     costs = profile([(0.1 + 0.01 * (i * 7 % 5), 0.2) for i in range(11)])
-    found = gpipe(ask(costs, "4xV100-NVLink"))
-    seconds = costs.step_seconds(32 / found.micro_batches)
-    assert found.objective.value == pytest.approx(
-        std([sum(seconds[a:b]) for a, b in bounds(found.lengths)])
+    chosen_plan = gpipe(ask(costs, "4xV100-NVLink"))
+    seconds = costs.step_seconds(32 / chosen_plan.micro_batches)
+    assert chosen_plan.objective.value == pytest.approx(
+        std([sum(seconds[a:b]) for a, b in bounds(chosen_plan.lengths)])
     )
-    assert (found.schedule_name, found.recompute) == ("gpipe", "always")
+    assert (chosen_plan.schedule_name, chosen_plan.recompute) == ("gpipe", "always")

@@ -58,19 +58,21 @@ def test_virtual_workers_with_equal_devices_are_tried_in_every_order_alike():
     allocation = next(
         each for policy, each in allocations(PAPER, SPEEDS, 4) if policy == "equal distribution"
     )
-    found = orders(PAPER, allocation, SPEEDS)
-    names = {tuple(PAPER.devices[rank].name for rank in own) for order in found for own in order}
+    all_orders = orders(PAPER, allocation, SPEEDS)
+    names = {
+        tuple(PAPER.devices[rank].name for rank in own) for order in all_orders for own in order
+    }
     assert names == set(permutations("VRGQ"))
     assert all(
         len({tuple(PAPER.devices[rank].name for rank in own) for own in order}) == 1
-        for order in found
+        for order in all_orders
     )
 
 
 def test_with_too_many_orders_those_by_memory_and_speed_are_tried():
     """Sixteen devices in one virtual worker have 63 million orders."""
-    found = orders(PAPER, (tuple(range(16)),), SPEEDS)
-    assert 2 <= len(found) <= 4
+    all_orders = orders(PAPER, (tuple(range(16)),), SPEEDS)
+    assert 2 <= len(all_orders) <= 4
 
 
 def objective(profile, cluster, found):
@@ -107,22 +109,22 @@ def test_the_objective_is_the_slowest_stage_shared_by_the_virtual_workers(profil
         profile_of([1e-3, 2e-3, 1e-3, 3e-3, 1e-3, 1e-3]),
         cluster_of("VVGG", 2, 10**12),
     )
-    found = plan(profile, cluster, 64, planner="hetpipe", asynchronous=asynchronous)
-    assert found.objective.value == pytest.approx(objective(profile, cluster, found))
-    assert found.schedule_name == ("hetpipe" if asynchronous else "1f1b")
+    chosen_plan = plan(profile, cluster, 64, planner="hetpipe", asynchronous=asynchronous)
+    assert chosen_plan.objective.value == pytest.approx(objective(profile, cluster, chosen_plan))
+    assert chosen_plan.schedule_name == ("hetpipe" if asynchronous else "1f1b")
 
 
 def test_the_slow_device_gets_the_shorter_stage(profile_of):
     """Equal distribution of two kinds: each virtual worker has one of both."""
-    found = plan(
+    chosen_plan = plan(
         profile_of([1e-3] * 12, output=1.0),
         cluster_of("VVGG", 2, 10**12),
         64,
         planner="hetpipe",
         stages=2,
     )
-    names = [cluster_of("VVGG", 2).devices[rank].name for rank in found.devices[:2]]
-    lengths = dict(zip(names, found.lengths, strict=True))
+    names = [cluster_of("VVGG", 2).devices[rank].name for rank in chosen_plan.devices[:2]]
+    lengths = dict(zip(names, chosen_plan.lengths, strict=True))
     assert lengths["V"] > lengths["G"]
 
 
@@ -131,7 +133,7 @@ def test_early_stages_stand_where_the_memory_is(profile_of):
     memory comes first.
     """
     profile = profile_of([1e-3] * 8, activation=1000.0, parameters=1, output=1.0)
-    found = plan(
+    chosen_plan = plan(
         profile,
         cluster_of("RG", 1, unit=2_100),
         16,
@@ -140,7 +142,7 @@ def test_early_stages_stand_where_the_memory_is(profile_of):
         micro_batches=4,
         recompute="never",
     )
-    assert [cluster_of("RG", 1).devices[rank].name for rank in (found.devices or (0, 1))] == [
+    assert [cluster_of("RG", 1).devices[rank].name for rank in (chosen_plan.devices or (0, 1))] == [
         "R",
         "G",
     ]

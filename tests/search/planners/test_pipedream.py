@@ -58,24 +58,28 @@ def profile(profile_of):
 
 def test_the_plans_objective_is_the_papers_formula_for_the_plan(profile):
     """What the planner says it made least can be checked from the plan alone."""
-    found = plan(profile, cluster_of(4), 16, planner="pipedream", micro_batches=16)
-    assert found.objective is not None
-    assert found.objective.value == pytest.approx(objective(profile, found, 1e5))
-    assert dict(found.schedule_options)["replicas"] == (3, 1)
+    chosen_plan = plan(profile, cluster_of(4), 16, planner="pipedream", micro_batches=16)
+    assert chosen_plan.objective is not None
+    assert chosen_plan.objective.value == pytest.approx(objective(profile, chosen_plan, 1e5))
+    assert dict(chosen_plan.schedule_options)["replicas"] == (3, 1)
 
 
 def test_without_asynchrony_the_stages_run_with_a_flush(profile):
     """The cut and the copies are the paper's; the training rule is the one that was asked for."""
-    found = plan(profile, cluster_of(4), 16, planner="pipedream")
-    assert (found.schedule_name, found.synchronous, found.weights) == ("1f1b", True, "flush")
+    chosen_plan = plan(profile, cluster_of(4), 16, planner="pipedream")
+    assert (chosen_plan.schedule_name, chosen_plan.synchronous, chosen_plan.weights) == (
+        "1f1b",
+        True,
+        "flush",
+    )
 
 
 def test_with_asynchrony_the_schedule_is_pipedreams_own_with_stashed_weights(profile):
     """1F1B-RR without a flush needs equally many micro-batches of a batch on every copy."""
-    found = plan(profile, cluster_of(4), 18, planner="pipedream", asynchronous=True)
-    replicas = dict(found.schedule_options).get("replicas", (1,))
-    assert (found.schedule_name, found.weights) == ("pipedream", "stash")
-    assert all(found.micro_batches % copies == 0 for copies in replicas)
+    chosen_plan = plan(profile, cluster_of(4), 18, planner="pipedream", asynchronous=True)
+    replicas = dict(chosen_plan.schedule_options).get("replicas", (1,))
+    assert (chosen_plan.schedule_name, chosen_plan.weights) == ("pipedream", "stash")
+    assert all(chosen_plan.micro_batches % copies == 0 for copies in replicas)
 
 
 def test_more_copies_than_micro_batches_are_refused_with_what_would_do(profile_of):
@@ -112,7 +116,7 @@ def test_copies_in_several_nodes_are_numbered_so_that_a_micro_batch_stays_in_its
 def test_nodes_are_a_level_of_their_own(profile_of):
     """Copies that must add up much stand in one node, where the link is fast."""
     profile = profile_of([1e-3] * 4, parameters=[40_000, 10, 10, 40_000], output=[1, 1, 1, 1])
-    found = plan(
+    chosen_plan = plan(
         profile,
         cluster_of(4, per_node=2, inside=1e9, between=1e5),
         16,
@@ -120,8 +124,8 @@ def test_nodes_are_a_level_of_their_own(profile_of):
         micro_batches=16,
     )
     ranks = [
-        sorted(found.devices[rank] for rank in each) if found.devices else list(each)
-        for each in found.schedule.ranks_of_stage
+        sorted(chosen_plan.devices[rank] for rank in each) if chosen_plan.devices else list(each)
+        for each in chosen_plan.schedule.ranks_of_stage
     ]
     assert all(len({rank // 2 for rank in each}) == 1 for each in ranks)
 
@@ -132,7 +136,7 @@ def test_a_number_of_stages_and_of_replicas_is_kept(profile, per_node):
     be a level of their own.
     """
     for stages, most in ((2, 2), (3, 2), (4, 1), (2, None), (3, None)):
-        found = plan(
+        chosen_plan = plan(
             profile,
             cluster_of(4, per_node),
             16,
@@ -140,10 +144,10 @@ def test_a_number_of_stages_and_of_replicas_is_kept(profile, per_node):
             stages=stages,
             max_replicas=most,
         )
-        assert found.stages == stages
+        assert chosen_plan.stages == stages
         if most is None:
             continue
-        assert max(dict(found.schedule_options).get("replicas", (1,))) <= most
+        assert max(dict(chosen_plan.schedule_options).get("replicas", (1,))) <= most
 
 
 def test_where_a_cut_for_time_does_not_fit_it_is_cut_within_memory(profile_of):

@@ -109,11 +109,11 @@ def test_the_code_form_takes_as_long_per_stage_as_the_authors_optimizer_printed(
     name, machines, straight, stages, seconds
 ):
     """All digits that were printed: the recurrence, its quirks included, is theirs."""
-    found = hierarchical_cut(
+    cut = hierarchical_cut(
         load(name), [Level(*machine) for machine in machines], Rules("code", straight=straight)
     )
-    assert f"{found.slowest_s:.6g}" == seconds
-    assert slowest(load(name), found.parts, machines, "code") == pytest.approx(found.slowest_s)
+    assert f"{cut.slowest_s:.6g}" == seconds
+    assert slowest(load(name), cut.parts, machines, "code") == pytest.approx(cut.slowest_s)
 
 
 @every_row
@@ -135,10 +135,10 @@ def test_the_cuts_that_have_no_equal_are_those_of_the_authors_optimizer():
     """Where stages are all loaded, the cut itself must come out."""
     for name, row in (("vgg16", 0), ("vgg16", 1), ("vgg16", 2), ("alexnet", 1)):
         machines, straight, stages, _ = ORACLES[name][row]
-        found = hierarchical_cut(
+        cut = hierarchical_cut(
             load(name), [Level(*machine) for machine in machines], Rules("code", straight=straight)
         )
-        assert found.parts == parts(stages)
+        assert cut.parts == parts(stages)
 
 
 #: The same runs: how many times as fast as data parallelism on all of the machine.
@@ -156,10 +156,10 @@ def test_the_speed_up_over_data_parallelism_is_what_the_authors_optimizer_printe
         whole = ()
         for components, _ in machines:
             whole = (Part(0, len(costs), components, whole),)
-        found = hierarchical_cut(
+        cut = hierarchical_cut(
             costs, [Level(*machine) for machine in machines], Rules("code", straight=straight)
         )
-        assert slowest(costs, whole, machines, "code") / found.slowest_s == pytest.approx(
+        assert slowest(costs, whole, machines, "code") / cut.slowest_s == pytest.approx(
             printed, abs=6e-4
         )
 
@@ -202,13 +202,13 @@ chains = st.integers(1, 5).flatmap(
 @given(chains, st.integers(1, 4), st.floats(0.1, 20), st.sampled_from(("paper", "code")))
 def test_on_one_level_the_cut_is_the_best_of_all(costs, components, bandwidth, form):
     """The objective's least value, by enumeration of all cuts and copies."""
-    found = hierarchical_cut(costs, [Level(components, bandwidth)], Rules(form))
+    cut = hierarchical_cut(costs, [Level(components, bandwidth)], Rules(form))
     every = cuts(0, len(costs), (components,))
-    assert found.slowest_s == pytest.approx(
+    assert cut.slowest_s == pytest.approx(
         min(slowest(costs, each, [(components, bandwidth)], form) for each in every)
     )
-    assert slowest(costs, found.parts, [(components, bandwidth)], form) == pytest.approx(
-        found.slowest_s
+    assert slowest(costs, cut.parts, [(components, bandwidth)], form) == pytest.approx(
+        cut.slowest_s
     )
 
 
@@ -222,12 +222,12 @@ def test_on_one_level_the_cut_is_the_best_of_all(costs, components, bandwidth, f
 def test_on_two_levels_the_cut_is_the_best_of_all(costs, inside, between, form):
     """A node's best for every range of layers, put together as the best of all nodes."""
     machines = [(2, inside), (2, between)]
-    found = hierarchical_cut(costs, [Level(*machine) for machine in machines], Rules(form))
+    cut = hierarchical_cut(costs, [Level(*machine) for machine in machines], Rules(form))
     every = cuts(0, len(costs), (2, 2))
-    assert found.slowest_s == pytest.approx(
+    assert cut.slowest_s == pytest.approx(
         min(slowest(costs, each, machines, form) for each in every)
     )
-    assert slowest(costs, found.parts, machines, form) == pytest.approx(found.slowest_s)
+    assert slowest(costs, cut.parts, machines, form) == pytest.approx(cut.slowest_s)
 
 
 @settings(max_examples=40, deadline=None)
@@ -246,11 +246,11 @@ def test_with_few_replicas_or_a_number_of_stages_the_cut_is_the_best_of_those(
         with pytest.raises(PlanError, match="cannot be spread over"):
             hierarchical_cut(costs, [Level(components, bandwidth)], rules)
         return
-    found = hierarchical_cut(costs, [Level(components, bandwidth)], rules)
-    assert found.slowest_s == pytest.approx(
+    cut = hierarchical_cut(costs, [Level(components, bandwidth)], rules)
+    assert cut.slowest_s == pytest.approx(
         min(slowest(costs, each, [(components, bandwidth)], "paper") for each in every)
     )
-    assert len(found.parts) == stages
+    assert len(cut.parts) == stages
 
 
 @settings(max_examples=60, deadline=None)
@@ -306,9 +306,9 @@ def test_a_straight_pipeline_on_more_devices_than_layers_is_refused():
 @given(chains, st.integers(1, 3), st.integers(1, 4))
 def test_all_layers_and_all_components_are_used_once(costs, nodes, each):
     """Stages follow each other, and their copies add up to the machine."""
-    found = hierarchical_cut(costs, [Level(each, 5.0), Level(nodes, 1.0)])
-    assert sum(part.replicas for part in found.parts) == nodes
-    ends = list(accumulate(part.stop - part.start for part in found.parts))
-    assert [part.stop for part in found.parts] == ends
+    cut = hierarchical_cut(costs, [Level(each, 5.0), Level(nodes, 1.0)])
+    assert sum(part.replicas for part in cut.parts) == nodes
+    ends = list(accumulate(part.stop - part.start for part in cut.parts))
+    assert [part.stop for part in cut.parts] == ends
     assert ends[-1] == len(costs)
-    assert all(sum(inner.replicas for inner in part.inner) == each for part in found.parts)
+    assert all(sum(inner.replicas for inner in part.inner) == each for part in cut.parts)

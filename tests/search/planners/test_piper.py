@@ -94,9 +94,9 @@ def test_a_heavy_front_gets_more_devices_and_a_heavy_back_one():
         parameter_bytes=[1000] * 6 + [500_000_000],
         output=[1000.0] * 7,
     )
-    found = piper(ask(costs, "4xV100-10GbE", micro_batches=12))
-    assert found.lengths == (6, 1)
-    assert [len(ranks) for ranks in found.schedule.ranks_of_stage] == [3, 1]
+    chosen_plan = piper(ask(costs, "4xV100-10GbE", micro_batches=12))
+    assert chosen_plan.lengths == (6, 1)
+    assert [len(ranks) for ranks in chosen_plan.schedule.ranks_of_stage] == [3, 1]
 
 
 def test_recomputation_is_chosen_where_memory_asks_for_it():

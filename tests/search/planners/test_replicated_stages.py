@@ -13,11 +13,11 @@ def test_powers_of_two_in_nodes_of_a_power_of_two_never_straddle_nodes(powers):
     """Alpa's argument for its submesh shapes; what has more than a node has whole ones."""
     sizes = [2**power for power in powers]
     target = cluster(f"{-(-sum(sizes) // 4) + 1}x4xV100-NVLink-25GbE")
-    found = pack_devices(target, sizes)
-    assert len(set(found)) == sum(sizes)
+    devices = pack_devices(target, sizes)
+    assert len(set(devices)) == sum(sizes)
     start = 0
     for size in sizes:
-        nodes = {target.node(rank) for rank in found[start : start + size]}
+        nodes = {target.node(rank) for rank in devices[start : start + size]}
         assert len(nodes) == max(1, size // 4)
         start += size
 

@@ -68,7 +68,7 @@ def test_no_stages_have_less_load_for_their_number(blocks, where):
     request = ask(costs, where, batch=8)
     order = tuple(range(request.cluster.ranks))
     loads = Loads(LayerCosts.of(costs, 1.0), request.cluster, order, 8, len(order))
-    found = least_load(loads, min(len(order), len(blocks)))
+    by_count = least_load(loads, min(len(order), len(blocks)))
     for stages in range(1, min(len(order), len(blocks)) + 1):
         ways = [
             way
@@ -76,7 +76,7 @@ def test_no_stages_have_less_load_for_their_number(blocks, where):
             if len(way[0]) == stages and sum(way[1]) == len(order)
         ]
         best = min(load(request, 8, order, *way) for way in ways)
-        value, way = found[stages]
+        value, way = by_count[stages]
         assert value == pytest.approx(best)
         assert load(request, 8, order, *zip(*way, strict=True)) == pytest.approx(best)
 
@@ -90,13 +90,13 @@ def test_the_objective_is_the_list_schedules_makespan(where):
         output=[1e5] * 7,
     )
     request = ask(costs, where, micro_batches=16)
-    found = spp(request)
-    order = found.devices or tuple(range(4))
-    copies = tuple(len(ranks) for ranks in found.schedule.ranks_of_stage)
-    expected = makespan(*parts(request, 16, order, found.lengths, copies), 16)
-    assert found.objective.value == pytest.approx(expected)
+    chosen_plan = spp(request)
+    order = chosen_plan.devices or tuple(range(4))
+    copies = tuple(len(ranks) for ranks in chosen_plan.schedule.ranks_of_stage)
+    expected = makespan(*parts(request, 16, order, chosen_plan.lengths, copies), 16)
+    assert chosen_plan.objective.value == pytest.approx(expected)
     loads = Loads(LayerCosts.of(costs, 2.0), request.cluster, order, 16, 4)
-    assert found.objective.value == pytest.approx(
+    assert chosen_plan.objective.value == pytest.approx(
         min(execution_s(loads, way) for _, way in least_load(loads, 4).values())
     )
 
@@ -104,15 +104,15 @@ def test_the_objective_is_the_list_schedules_makespan(where):
 def test_all_devices_are_used_and_neighbours_share_stages():
     """Devices dealt out over nodes in turn are put back together."""
     target = replace(cluster("2x2xV100-NVLink-10GbE"), node_of=(0, 1, 0, 1))
-    found = spp(
+    chosen_plan = spp(
         ask(
             profile([(0.01, 0.02)] * 4, parameter_bytes=[10**8] * 4, output=[1e4] * 4),
             target,
             micro_batches=8,
         )
     )
-    assert found.devices == (0, 2, 1, 3)
-    assert found.ranks == 4
+    assert chosen_plan.devices == (0, 2, 1, 3)
+    assert chosen_plan.ranks == 4
 
 
 def test_too_many_devices_or_layers_are_refused():
@@ -125,14 +125,14 @@ def test_too_many_devices_or_layers_are_refused():
 
 def test_one_device_is_one_stage():
     """Nothing to order, cut or send."""
-    found = spp(ask(profile([(0.1, 0.2)] * 3), "1xV100-NVLink", micro_batches=4))
-    assert found.lengths == (3,)
-    assert found.objective.value == pytest.approx(32 * 0.9)
-    assert math.isclose(found.objective.value, found.predicted.step_s)
+    chosen_plan = spp(ask(profile([(0.1, 0.2)] * 3), "1xV100-NVLink", micro_batches=4))
+    assert chosen_plan.lengths == (3,)
+    assert chosen_plan.objective.value == pytest.approx(32 * 0.9)
+    assert math.isclose(chosen_plan.objective.value, chosen_plan.predicted.step_s)
 
 
 def test_devices_that_have_no_layer_and_no_micro_batch_are_left_over():
     """Two layers and two micro-batches can use four devices of six."""
-    found = spp(ask(profile([(0.1, 0.2)] * 2), "6xV100-NVLink", micro_batches=2))
-    assert found.ranks <= 4
+    chosen_plan = spp(ask(profile([(0.1, 0.2)] * 2), "6xV100-NVLink", micro_batches=2))
+    assert chosen_plan.ranks <= 4
     assert spp(ask(profile([(0.1, 0.2)] * 3), "6xV100-NVLink", max_replicas=1)).ranks == 3

@@ -62,12 +62,12 @@ def slowly(forward, backward, channel, sync, micro_batches):
 def test_the_schedule_is_the_rule(rows, micro_batches):
     """Backwards before forwards, each by micro-batch, on stages and channels alike."""
     forward, backward, channel, sync = (list(numbers) for numbers in zip(*rows, strict=True))
-    found = makespan(forward, backward, channel[:-1], sync, micro_batches)
-    assert found == slowly(forward, backward, channel[:-1], sync, micro_batches)
+    seconds = makespan(forward, backward, channel[:-1], sync, micro_batches)
+    assert seconds == slowly(forward, backward, channel[:-1], sync, micro_batches)
     loads = [micro_batches * (f + b) + s for f, b, s in zip(forward, backward, sync, strict=True)]
     loads += [2 * micro_batches * hop for hop in channel[:-1]]
-    assert found >= max(loads)
-    assert found >= sum(forward) + sum(backward) + 2 * sum(channel[:-1]) + sync[0]
+    assert seconds >= max(loads)
+    assert seconds >= sum(forward) + sum(backward) + 2 * sum(channel[:-1]) + sync[0]
 
 
 @pytest.mark.parametrize(("stages", "count"), [(1, 4), (2, 4), (4, 8), (8, 16)])

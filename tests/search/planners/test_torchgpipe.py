@@ -16,10 +16,10 @@ def test_vgg19_is_cut_as_torchgpipe_cuts_it(stages, lengths):
     """docs/literature/vgg-19-profile.md: 31.8 ms on the slowest of eight stages, where 22.5 can be had. That is the
     planner to be compared with.
     """
-    found = torchgpipe(
+    chosen_plan = torchgpipe(
         ask(profile([(f * 1e-3, b * 1e-3) for f, b in VGG19]), f"{stages}xV100-NVLink")
     )
-    assert found.lengths == lengths
+    assert chosen_plan.lengths == lengths
 
 
 @pytest.mark.parametrize(
@@ -29,19 +29,19 @@ def test_vgg19_is_cut_as_torchgpipe_cuts_it(stages, lengths):
 )
 def test_its_known_cuts_come_out(costs, stages, lengths):
     """docs/literature/torchgpipe.md, pitfalls: the subtraction of the cheapest layer makes them."""
-    found = torchgpipe(
+    chosen_plan = torchgpipe(
         ask(profile([(each / 3, 2 * each / 3) for each in costs]), f"{stages}xV100-NVLink")
     )
-    assert found.lengths == lengths
+    assert chosen_plan.lengths == lengths
 
 
 def test_its_own_defaults_are_taken():
     """GPipe backwards in reverse order, and all but the last micro-batch recomputed, though all
     would fit.
     """
-    found = torchgpipe(ask(profile([(0.1, 0.2)] * 8), "4xV100-NVLink"))
-    assert found.recompute == "except_last"
-    assert dict(found.schedule_options) == {"backward_order": "reverse"}
+    chosen_plan = torchgpipe(ask(profile([(0.1, 0.2)] * 8), "4xV100-NVLink"))
+    assert chosen_plan.recompute == "except_last"
+    assert dict(chosen_plan.schedule_options) == {"backward_order": "reverse"}
     assert (
         torchgpipe(ask(profile([(0.1, 0.2)] * 8), "4xV100-NVLink", recompute="never")).recompute
         == "never"
@@ -51,8 +51,12 @@ def test_its_own_defaults_are_taken():
 def test_by_size_balances_bytes():
     """Outputs of a micro-batch and twice the parameters; as partition="size" of the same planner."""
     costs = profile([(0.1, 0.2)] * 6, parameter_bytes=[0, 0, 0, 0, 4000, 4000], output=[100.0] * 6)
-    found = torchgpipe_size(ask(costs, "3xV100-NVLink"))
-    assert found.lengths == torchgpipe(ask(costs, "3xV100-NVLink", by="size")).lengths == (2, 3, 1)
+    chosen_plan = torchgpipe_size(ask(costs, "3xV100-NVLink"))
+    assert (
+        chosen_plan.lengths
+        == torchgpipe(ask(costs, "3xV100-NVLink", by="size")).lengths
+        == (2, 3, 1)
+    )
 
 
 @pytest.mark.parametrize("planner", [torchgpipe, torchgpipe_size])
@@ -62,8 +66,8 @@ def test_the_objective_is_the_imbalance_of_the_cut(planner):
         [(0.1 + 0.01 * (i * 7 % 5), 0.2) for i in range(11)],
         output=[float(100 + i) for i in range(11)],
     )
-    found = planner(ask(costs, "4xV100-NVLink"))
-    samples = 32 / found.micro_batches
+    chosen_plan = planner(ask(costs, "4xV100-NVLink"))
+    samples = 32 / chosen_plan.micro_batches
     raw = (
         costs.step_seconds(samples)
         if planner is torchgpipe
@@ -72,9 +76,9 @@ def test_the_objective_is_the_imbalance_of_the_cut(planner):
         ]
     )
     scaled = [(each - min(raw)) / (max(raw) - min(raw)) for each in raw]
-    sums = [sum(scaled[a:b]) for a, b in bounds(found.lengths)]
-    assert found.objective.value == pytest.approx(max(sums) - min(sums))
-    assert found.objective.value <= 1 + 1e-9
+    sums = [sum(scaled[a:b]) for a, b in bounds(chosen_plan.lengths)]
+    assert chosen_plan.objective.value == pytest.approx(max(sums) - min(sums))
+    assert chosen_plan.objective.value <= 1 + 1e-9
 
 
 def test_equal_layers_have_no_imbalance():
@@ -89,7 +93,7 @@ def test_torchgpipe_itself_gives_the_same_balance(stages):
     generator = Random(stages)
     costs = [generator.uniform(0.1, 2) for _ in range(17)]
     own = [len(part) for part in importlib.import_module(blocks.__name__).solve(costs, stages)]
-    found = torchgpipe(
+    chosen_plan = torchgpipe(
         ask(profile([(each / 3, 2 * each / 3) for each in costs]), f"{stages}xV100-NVLink")
     )
-    assert list(found.lengths) == own
+    assert list(chosen_plan.lengths) == own

@@ -97,25 +97,25 @@ def test_the_micro_batch_is_the_largest_power_of_two_that_fits(profile):
 
 def test_the_plan_is_one_of_the_shapes_with_its_objective(profile):
     """The value is t times the micro-batches of a pipeline."""
-    found = plan(profile, cluster_of(8, per_node=4), 128, planner="2bw")
+    chosen_plan = plan(profile, cluster_of(8, per_node=4), 128, planner="2bw")
     values = [
         shape.step_s for shape in shapes(PlanRequest(profile, cluster_of(8, per_node=4), 128))
     ]
-    assert found.objective.value in values
-    assert (found.schedule_name, found.weights) == ("1f1b", "flush")
+    assert chosen_plan.objective.value in values
+    assert (chosen_plan.schedule_name, chosen_plan.weights) == ("1f1b", "flush")
 
 
 def test_with_asynchrony_two_versions_of_the_weights_are_kept(profile):
     """Its own schedule and rule; every pipeline has as many micro-batches as stages."""
-    found = plan(profile, cluster_of(8), 128, planner="2bw", asynchronous=True)
-    assert (found.schedule_name, found.weights) == ("2bw", "double-buffer")
+    chosen_plan = plan(profile, cluster_of(8), 128, planner="2bw", asynchronous=True)
+    assert (chosen_plan.schedule_name, chosen_plan.weights) == ("2bw", "double-buffer")
 
 
 def test_recomputing_is_chosen_where_only_that_fits(profile):
     """c_extra = 4/3 of the computing buys |A| / d instead of |A|."""
-    found = plan(profile, cluster_of(8, memory=24_500), 64, planner="2bw", stages=4)
+    chosen_plan = plan(profile, cluster_of(8, memory=24_500), 64, planner="2bw", stages=4)
     roomy = plan(profile, cluster_of(8), 64, planner="2bw", stages=4)
-    assert (roomy.recompute, found.recompute) == ("never", "always")
+    assert (roomy.recompute, chosen_plan.recompute) == ("never", "always")
 
 
 def test_devices_of_different_kinds_and_depths_that_do_not_divide_are_refused(profile):

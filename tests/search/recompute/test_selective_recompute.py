@@ -92,10 +92,10 @@ def test_no_other_layers_would_do_for_less(data, ranks, name, micro_batches, sha
     free = instantiate(PlanRequest(profile, on(ranks, 10**9), 8), proposal)
     room = max(1, int(share * max(needs(free, "never"))))
     placed = replace(free, request=PlanRequest(profile, on(ranks, room), 8))
-    found = select_recompute(placed, FINE)
-    assert found is not None
+    selected = select_recompute(placed, FINE)
+    assert selected is not None
     forward = profile.seconds("forward", 8 / micro_batches)
-    peaks, start = needs(found), 0
+    peaks, start = needs(selected), 0
     for rank, length in enumerate(lengths):
         fitting = []
         for each in choices(start, start + length):
@@ -104,7 +104,7 @@ def test_no_other_layers_would_do_for_less(data, ranks, name, micro_batches, sha
                 fitting.append(sum(forward[layer] for layer in selection.recomputed))
         taken = sum(
             forward[layer]
-            for layer in found.selection.recomputed
+            for layer in selected.selection.recomputed
             if start <= layer < start + length
         )
         assert (peaks[rank] <= room) or not fitting
@@ -133,10 +133,10 @@ def test_ranks_of_several_stages_or_copies_fit_where_it_says_so(data, name, shar
     free = instantiate(PlanRequest(profile, on(2, 10**9), 8), proposal)
     room = int(share * max(needs(free, "never"))) + 1
     placed = replace(free, request=PlanRequest(profile, on(2, room), 8))
-    found = select_recompute(placed)
-    assume(found is not None)
+    selected = select_recompute(placed)
+    assume(selected is not None)
     if max(needs(free, "never")) < room:
-        assert found.selection.recomputed == ()
+        assert selected.selection.recomputed == ()
     weighed = evaluate(placed)[-1]
     if max(needs(placed, "always")) < room:
         assert not weighed.memory_shortfall

@@ -25,9 +25,9 @@ def test_flush_is_run_with_every_optimizer_that_another_rule_needs():
 
 def test_cases_of_one_seed_come_together_and_differ_in_rule_alone():
     """An interrupted study then has whole comparisons."""
-    found = cases_of(rules=("stash",))
-    assert [case.seed for case in found] == [0, 0, 1, 1]
-    flush, stash = found[:2]
+    cases = cases_of(rules=("stash",))
+    assert [case.seed for case in cases] == [0, 0, 1, 1]
+    flush, stash = cases[:2]
     assert (flush.lr, flush.batches, flush.stages) == (stash.lr, stash.batches, stash.stages)
 
 
@@ -46,8 +46,8 @@ def test_micro_batches_are_as_few_as_each_rule_takes():
 
 def test_flush_is_run_with_the_micro_batches_of_every_rule():
     """Batch norm sees one micro-batch at a time, so that flush with others is another model."""
-    found = cases_of(rules=("stash", "double-buffer"), seeds=1)
-    assert [case.micro_batches for case in found if case.rule == "flush"] == [1, 4]
+    cases = cases_of(rules=("stash", "double-buffer"), seeds=1)
+    assert [case.micro_batches for case in cases if case.rule == "flush"] == [1, 4]
 
 
 def test_flush_asked_for_alone_is_run_as_usual():
@@ -73,9 +73,9 @@ def test_annealing_is_scaled_to_the_length_of_the_run():
 
 def test_keys_differ_where_anything_differs():
     """A record is found again by its key."""
-    found = cases_of(rules=("stash", "none"))
-    assert len({case.key for case in found}) == len(found)
-    assert found[0].key == cases_of(rules=("stash", "none"))[0].key
+    cases = cases_of(rules=("stash", "none"))
+    assert len({case.key for case in cases}) == len(cases)
+    assert cases[0].key == cases_of(rules=("stash", "none"))[0].key
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,8 @@ def test_a_layer_weighs_its_multiply_adds_and_the_numbers_in_and_out():
     model = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.Flatten(), nn.Linear(256, 10)).to(
         "meta"
     )
-    found = layer_costs(chain(model), torch.zeros(5, 1, 8, 8))
-    assert found == [36 * 64 + 20 * (64 + 256), 20 * 512, 2560 + 20 * 266]
+    costs = layer_costs(chain(model), torch.zeros(5, 1, 8, 8))
+    assert costs == [36 * 64 + 20 * (64 + 256), 20 * 512, 2560 + 20 * 266]
 
 
 def test_looking_up_a_vector_is_not_a_multiplication():
