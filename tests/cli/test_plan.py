@@ -76,11 +76,11 @@ def test_compare_as_json_has_every_plan_or_its_refusal(penstock, profile_file):
     """For scripts: one list, each plan as `--out` writes it."""
     result = penstock("plan", profile_file, "--compare", "--json", "--stages", 2)
     content = json.loads(result.out)
-    assert {each["planner"] for each in content} == set(PLANNERS.entries())
-    assert all((each["plan"] is None) == bool(each["refusal"]) for each in content)
-    steps = [each["plan"]["predicted"]["step_s"] for each in content if each["plan"]]
+    assert {row["planner"] for row in content} == set(PLANNERS.entries())
+    assert all((row["plan"] is None) == bool(row["refusal"]) for row in content)
+    steps = [row["plan"]["predicted"]["step_s"] for row in content if row["plan"]]
     assert steps == sorted(steps)
-    assert all(len(each["plan"]["lengths"]) == 2 for each in content if each["plan"])
+    assert all(len(row["plan"]["lengths"]) == 2 for row in content if row["plan"])
 
 
 def test_compare_without_any_plan_is_refused_with_auto_s_reason(penstock, profile_file):

@@ -38,7 +38,7 @@ def test_known_figures_stand_in_the_table():
     """Formulas of the papers for S = 4, M = 8 and equal work per rank: docs/literature/notation.md, 6
     and 7.
     """
-    found = {each.name: each for each in compare(4, 8)[0]}
+    found = {figures.name: figures for figures in compare(4, 8)[0]}
     one = found["1f1b"]
     assert (one.makespan, one.bubble_ratio, one.in_flight, one.weights) == (
         33,
@@ -62,24 +62,26 @@ def test_known_figures_stand_in_the_table():
 
 def test_every_row_has_the_same_work_on_every_rank():
     """Else a bubble ratio of one is compared with another model's of the other."""
-    for each in compare(4, 8)[0]:
+    for figures in compare(4, 8)[0]:
         # Of a stream all batches are drawn; of virtual workers each has every other of them.
         batches = (
-            1 if schedules()[each.name].synchronous else schedule_for_ranks(each.name, 4, 8).batches
+            1
+            if schedules()[figures.name].synchronous
+            else schedule_for_ranks(figures.name, 4, 8).batches
         )
-        assert each.timeline.busy == pytest.approx([24.0 * batches] * 4), each.name
+        assert figures.timeline.busy == pytest.approx([24.0 * batches] * 4), figures.name
 
 
 def test_an_asynchronous_schedule_is_compared_by_one_batch_once_it_is_full():
     """24 s of work per rank and no bubble; what it costs is weights: 4 + 3 + 2 + 1 quarters of the
     model with one micro-batch.
     """
-    found = {each.name: each for each in compare(4, 8)[0]}
+    found = {figures.name: figures for figures in compare(4, 8)[0]}
     stream = found["pipedream"]
     assert (stream.makespan, stream.bubble_ratio, stream.span_bubble_ratio) == (24, 0, 0)
     assert found["2bw"].weights == 2
     assert (found["hetpipe"].ranks, found["hetpipe"].stages) == (4, 2)
-    assert {each.name: each for each in compare(4, 1)[0]}["pipedream"].weights == 10 / 4
+    assert {figures.name: figures for figures in compare(4, 1)[0]}["pipedream"].weights == 10 / 4
 
 
 @pytest.mark.parametrize(
@@ -110,7 +112,7 @@ def test_json_has_the_rows_and_the_refusals(penstock):
     """For machines: numbers as numbers."""
     facts = json.loads(penstock("schedules", "--stages", 2, "--micro-batches", 4, "--json").out)
     assert (facts["ranks"], facts["micro_batches"]) == (2, 4)
-    ratios = [each["bubble_ratio"] for each in facts["schedules"]]
+    ratios = [figures["bubble_ratio"] for figures in facts["schedules"]]
     assert ratios == sorted(ratios)
     assert {
         "name",
@@ -122,7 +124,7 @@ def test_json_has_the_rows_and_the_refusals(penstock):
         "source",
     } <= set(facts["schedules"][0])
     assert set(facts["refused"]) == set(all_schedules()) - {
-        each["name"] for each in facts["schedules"]
+        figures["name"] for figures in facts["schedules"]
     }
 
 

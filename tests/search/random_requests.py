@@ -88,7 +88,7 @@ def unlike(draw: Callable, profile: Profile) -> dict[str, Profile]:
     )
 
     def paced(line: Timing, pace: float) -> Timing:
-        return replace(line, median_s=tuple(pace * each for each in line.median_s))
+        return replace(line, median_s=tuple(pace * value for value in line.median_s))
 
     layers = tuple(
         replace(

@@ -32,13 +32,13 @@ def test_auto_is_never_slower_than_any_planner_of_the_literature(profile, on, ba
     simulating it gives.
     """
     results = compare(profile, on, batch, budget_s=1000, **options)
-    (auto,) = (each for each in results if each.planner == "auto")
+    (auto,) = (result for result in results if result.planner == "auto")
     if auto.plan is None:
-        assert all(each.plan is None for each in results)
+        assert all(result.plan is None for result in results)
         return
     assert auto.step_s <= results[0].step_s
     assert auto.plan.predicted.lower_bound_s <= results[0].step_s * (1 + 1e-9)
-    for made in (each.plan for each in results if each.plan is not None):
+    for made in (result.plan for result in results if result.plan is not None):
         made.check()
         predicted, timeline = made.predicted, simulate_plan(made, profile, on)
         assert predicted.peak_memory == timeline.peak_memory
@@ -112,8 +112,8 @@ def test_what_only_other_planners_find_within_memory_is_found(profile_of):
     profile, on = profile_of([1.0] * 4, parameters=100), cluster_of(2)
     for limit in (1500,):
         results = compare(profile, on, 16, memory_limit=limit, budget_s=1000)
-        (auto,) = (each for each in results if each.planner == "auto")
-        assert (auto.plan is None) == all(each.plan is None for each in results)
+        (auto,) = (result for result in results if result.planner == "auto")
+        assert (auto.plan is None) == all(result.plan is None for result in results)
         assert auto.plan is None or auto.step_s <= results[0].step_s
 
 

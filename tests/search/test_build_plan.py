@@ -35,7 +35,7 @@ def test_traffic_is_what_each_pair_of_ranks_sends_in_a_step(profile_of):
         PlanRequest(profile_of([1.0] * 4), FOUR, 16), Proposal((2, 1, 1), "1f1b", 4)
     )
     assert [
-        (each.from_rank, each.to_rank, each.bytes) for each in chosen_plan.predicted.traffic
+        (entry.from_rank, entry.to_rank, entry.bytes) for entry in chosen_plan.predicted.traffic
     ] == [
         (0, 1, 160),
         (1, 0, 160),
@@ -51,7 +51,7 @@ def test_traffic_of_a_stream_is_a_batch_s(profile_of):
         Proposal((2, 2), "pipedream", 1),
     )
     assert {
-        (each.from_rank, each.to_rank): each.bytes for each in chosen_plan.predicted.traffic
+        (entry.from_rank, entry.to_rank): entry.bytes for entry in chosen_plan.predicted.traffic
     } == {
         (0, 1): 40,
         (1, 0): 40,

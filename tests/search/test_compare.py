@@ -19,25 +19,25 @@ def test_every_planner_is_asked_the_same_and_the_fastest_comes_first(profile_of)
     """Each plan is its own, scored by what simulating it gives."""
     profile, on = profile_of([1.0, 2.0, 3.0, 1.0], output=1e3), cluster("2xV100-10GbE")
     results = compare(profile, on, 8, stages=2)
-    assert {each.planner for each in results} == set(PLANNERS.entries())
-    steps = [each.step_s for each in results]
+    assert {result.planner for result in results} == set(PLANNERS.entries())
+    steps = [result.step_s for result in results]
     assert steps == sorted(steps)
-    for each in results:
-        assert (each.plan is None) == bool(each.refusal)
-        assert each.seconds >= 0
-        if each.plan is not None:
-            assert each.plan.planner == each.planner
-            assert each.plan.stages == 2
-            if each.plan.synchronous:
-                assert simulate_plan(each.plan, profile, on).makespan == each.step_s
+    for result in results:
+        assert (result.plan is None) == bool(result.refusal)
+        assert result.seconds >= 0
+        if result.plan is not None:
+            assert result.plan.planner == result.planner
+            assert result.plan.stages == 2
+            if result.plan.synchronous:
+                assert simulate_plan(result.plan, profile, on).makespan == result.step_s
 
 
 def test_some_planners_may_be_named(profile_of):
     """In any order; each gives what `plan` gives."""
     profile, on = profile_of([1.0, 2.0]), cluster("2xV100-10GbE")
     found = {
-        each.planner: each.plan
-        for each in compare(profile, on, 8, planners=FEW, budget_s=1000, max_replicas=1)
+        result.planner: result.plan
+        for result in compare(profile, on, 8, planners=FEW, budget_s=1000, max_replicas=1)
     }
     assert found.keys() == set(FEW)
     for name in FEW:
@@ -64,7 +64,7 @@ def test_a_planner_that_has_no_plan_says_why_and_comes_last(profile_of, monkeypa
     results = compare(
         profile_of([1.0, 2.0]), cluster("2xV100-10GbE"), 8, planners=("gpipe", "torchgpipe")
     )
-    assert [each.planner for each in results] == ["torchgpipe", "gpipe"]
+    assert [result.planner for result in results] == ["torchgpipe", "gpipe"]
     assert (results[1].plan, results[1].refusal, results[1].step_s) == (
         None,
         "not on this one",
@@ -77,7 +77,7 @@ def test_nothing_fits_is_told_by_each(profile_of):
     results = compare(
         profile_of([1.0, 2.0]), cluster("2xV100-10GbE"), 8, planners=FEW, memory_limit=10
     )
-    assert all(each.plan is None and "nothing fits" in each.refusal for each in results)
+    assert all(result.plan is None and "nothing fits" in result.refusal for result in results)
 
 
 @pytest.mark.parametrize(
@@ -112,5 +112,5 @@ def test_on_mixed_devices_auto_is_no_slower_than_any(profile_of):
         link,
     )
     results = compare(profile_of([1.0, 2.0, 1.0, 1.0, 3.0], output=1e3), on, 16, budget_s=1000)
-    (auto,) = (each for each in results if each.planner == "auto")
+    (auto,) = (result for result in results if result.planner == "auto")
     assert auto.step_s <= results[0].step_s * 1.001

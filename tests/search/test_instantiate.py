@@ -189,7 +189,7 @@ def test_as_little_is_recomputed_as_fits_or_what_was_asked(profile_of):
             recompute=recompute,
         )
         variants = evaluate(instantiate(request, replace(proposal, recompute=own)))
-        return [(each.recompute, bool(each.memory_shortfall)) for each in variants]
+        return [(variant.recompute, bool(variant.memory_shortfall)) for variant in variants]
 
     assert tried(10**6) == [("never", False)]
     assert tried(2000)[0] == ("never", True)

@@ -181,8 +181,8 @@ def test_a_spread_has_the_fastest_of_each_kind(profile_of):
     ):
         hunt.evaluate(Proposal(lengths, name, m), force=True)
     kinds = [
-        (each.kind[:2], each.placed.proposal.micro_batches)
-        for each in fastest_of_kinds(hunt.feasible, 3)
+        (candidate.kind[:2], candidate.placed.proposal.micro_batches)
+        for candidate in fastest_of_kinds(hunt.feasible, 3)
     ]
     assert kinds[0] == (("1f1b", 4), 16)
     assert set(kinds[1:]) == {(("1f1b", 2), 16), (("gpipe", 2), 16)}, "of 2 stages equally fast"

@@ -24,7 +24,9 @@ TWO_NODES = Cluster("c", (Device("d", 10**9, flops=FAST),) * 4, 2, INSIDE, BETWE
 def told(request, proposal):
     """The changes for one way, and that way."""
     chosen = evaluate(instantiate(request, proposal))[-1]
-    return {each.change: each.step_s for each in suggestions(request, chosen)}, chosen
+    return {
+        suggestion.change: suggestion.step_s for suggestion in suggestions(request, chosen)
+    }, chosen
 
 
 def by_hand(request, proposal, profiles=None, cluster=None, batch=None):
@@ -157,12 +159,12 @@ def test_a_plan_carries_its_remedies_best_first(profile_of):
     """And prints them."""
     chosen_plan = plan(profile_of([1.0, 3.0, 1.0, 1.0], output=300.0), TWO_NODES, 8, budget_s=1000)
     assert chosen_plan.remedies
-    steps = [each.step_s for each in chosen_plan.remedies]
+    steps = [remedy.step_s for remedy in chosen_plan.remedies]
     assert steps == sorted(steps)
     assert all(step < chosen_plan.predicted.step_s for step in steps)
     text = str(chosen_plan)
     assert "suggestions:" in text
-    assert all(each.change in text for each in chosen_plan.remedies)
+    assert all(remedy.change in text for remedy in chosen_plan.remedies)
 
 
 def changes_of(request, proposal):

@@ -73,8 +73,10 @@ def shared(layers: int, devices: int) -> Iterator[tuple[tuple[int, ...], tuple[i
     """All lengths with all numbers of devices for the stages that are `devices` together, or fewer."""
     for stages in range(1, min(layers, devices) + 1):
         copies = [
-            each for each in product(range(1, devices + 1), repeat=stages) if sum(each) <= devices
+            count
+            for count in product(range(1, devices + 1), repeat=stages)
+            if sum(count) <= devices
         ]
         for lengths in cuts(layers, stages):
-            for each in copies:
-                yield lengths, each
+            for count in copies:
+                yield lengths, count

@@ -50,7 +50,7 @@ def test_it_is_a_lower_bound_of_the_simulated_step(rows):
 @given(st.lists(st.floats(0.8, 1.25), min_size=1, max_size=6))
 def test_nearly_balanced_stages_take_what_simulation_says(forward):
     """That is where the search ends: within a hundredth, and mostly to the last digit."""
-    backward = [2 * each for each in forward]
+    backward = [2 * value for value in forward]
     assert critical_path(forward, backward).step_s == pytest.approx(
         simulated(forward, backward), rel=0.01
     )
@@ -61,7 +61,7 @@ def test_the_slowest_stage_is_critical():
     for slow in range(4):
         forward = [1.0] * 4
         forward[slow] = 2.0
-        assert critical_path(forward, [2 * each for each in forward]).critical == slow
+        assert critical_path(forward, [2 * value for value in forward]).critical == slow
 
 
 def test_hops_cost_their_time():

@@ -43,7 +43,7 @@ def test_between_whole_layers_the_slowest_stage_is_as_fast_as_can_be(seconds):
     lengths = balanced_lengths(seconds)
     every = all_lengths(len(seconds[0]), len(seconds))
     assert max(stage_seconds(seconds, lengths)) == pytest.approx(
-        min(max(stage_seconds(seconds, each)) for each in every)
+        min(max(stage_seconds(seconds, cut)) for cut in every)
     )
 
 
@@ -65,7 +65,7 @@ def test_with_fewer_boundaries_only_those_are_cut(seconds, data):
     lengths = balanced_lengths(seconds, allowed)
     assert lengths in every
     assert max(stage_seconds(seconds, lengths)) == pytest.approx(
-        min(max(stage_seconds(seconds, each)) for each in every)
+        min(max(stage_seconds(seconds, cut)) for cut in every)
     )
 
 

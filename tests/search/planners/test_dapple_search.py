@@ -136,8 +136,8 @@ def test_a_number_of_stages_and_of_copies_is_kept(task, stages, most):
     if stages > min(len(task.costs[0]), 4):
         assert pipelines == []
         return
-    assert all(len(each.stages) == stages for each in pipelines)
-    assert all(sum(place) <= most for each in pipelines for *_, place in each.stages)
+    assert all(len(pipeline.stages) == stages for pipeline in pipelines)
+    assert all(sum(place) <= most for pipeline in pipelines for *_, place in pipeline.stages)
     assert evaluated(limited, pipelines[0].stages) == pytest.approx(pipelines[0].seconds)
 
 
@@ -195,7 +195,8 @@ def test_of_vgg_19_in_two_stages_the_best_is_the_published_15_to_1_between_convo
     NCCL 3 GB/s) too.
     """
     found = {
-        len(each.stages): each for each in search(vgg_19(bandwidth, samples, collective), keep=2)
+        len(pipeline.stages): pipeline
+        for pipeline in search(vgg_19(bandwidth, samples, collective), keep=2)
     }
     assert [(start, stop, sum(place)) for start, stop, place in found[2].stages] == [
         (0, 21, 15),
@@ -206,6 +207,6 @@ def test_of_vgg_19_in_two_stages_the_best_is_the_published_15_to_1_between_convo
 
 def test_of_vgg_19_three_stages_are_a_little_better_by_the_formula_than_the_published_two():
     """Where we do not come out as published: 10 : 5 : 1 has 3 % less L on 10 Gb/s."""
-    found = {len(each.stages): each for each in search(vgg_19(1.25e9), keep=2)}
+    found = {len(pipeline.stages): pipeline for pipeline in search(vgg_19(1.25e9), keep=2)}
     assert [sum(place) for *_, place in found[3].stages] == [10, 5, 1]
     assert found[2].seconds / found[3].seconds == pytest.approx(1.034, abs=0.002)

@@ -270,8 +270,8 @@ def test_within_memory_the_cut_is_the_best_of_those_whose_stages_hold_no_more(
             left -= part.replicas
             waiting = -(-left // part.replicas)
             weights, kept = (
-                sum(each[part.start : part.stop])
-                for each in (costs.parameter_bytes, costs.activation_bytes)
+                sum(sizes[part.start : part.stop])
+                for sizes in (costs.parameter_bytes, costs.activation_bytes)
             )
             held = waiting * (weights + kept)
             if form == "paper":
@@ -281,14 +281,14 @@ def test_within_memory_the_cut_is_the_best_of_those_whose_stages_hold_no_more(
         return True
 
     rules = Rules(form, memory_bytes=memory, stash=stash)
-    every = [each for each in cuts(0, len(costs), (components,)) if fits(each)]
+    every = [cut for cut in cuts(0, len(costs), (components,)) if fits(cut)]
     if not every:
         with pytest.raises(PlanError, match="and a component has"):
             hierarchical_cut(costs, [Level(components, 2.0)], rules)
         return
     found = hierarchical_cut(costs, [Level(components, 2.0)], rules)
     assert found.slowest_s == pytest.approx(
-        min(slowest(costs, each, [(components, 2.0)], form) for each in every)
+        min(slowest(costs, cut, [(components, 2.0)], form) for cut in every)
     )
     assert fits(found.parts)
 

@@ -30,7 +30,7 @@ def test_vgg19_is_cut_as_torchgpipe_cuts_it(stages, lengths):
 def test_its_known_cuts_come_out(costs, stages, lengths):
     """docs/literature/torchgpipe.md, pitfalls: the subtraction of the cheapest layer makes them."""
     chosen_plan = torchgpipe(
-        ask(profile([(each / 3, 2 * each / 3) for each in costs]), f"{stages}xV100-NVLink")
+        ask(profile([(value / 3, 2 * value / 3) for value in costs]), f"{stages}xV100-NVLink")
     )
     assert chosen_plan.lengths == lengths
 
@@ -75,7 +75,7 @@ def test_the_objective_is_the_imbalance_of_the_cut(planner):
             layer.output_bytes_per_sample * samples + 2 * layer.parameter_bytes for layer in costs
         ]
     )
-    scaled = [(each - min(raw)) / (max(raw) - min(raw)) for each in raw]
+    scaled = [(value - min(raw)) / (max(raw) - min(raw)) for value in raw]
     sums = [sum(scaled[a:b]) for a, b in bounds(chosen_plan.lengths)]
     assert chosen_plan.objective.value == pytest.approx(max(sums) - min(sums))
     assert chosen_plan.objective.value <= 1 + 1e-9
@@ -94,6 +94,6 @@ def test_torchgpipe_itself_gives_the_same_balance(stages):
     costs = [generator.uniform(0.1, 2) for _ in range(17)]
     own = [len(part) for part in importlib.import_module(blocks.__name__).solve(costs, stages)]
     chosen_plan = torchgpipe(
-        ask(profile([(each / 3, 2 * each / 3) for each in costs]), f"{stages}xV100-NVLink")
+        ask(profile([(value / 3, 2 * value / 3) for value in costs]), f"{stages}xV100-NVLink")
     )
     assert list(chosen_plan.lengths) == own

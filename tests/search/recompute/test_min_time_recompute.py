@@ -43,7 +43,7 @@ def held(layers: Layers, segments: list[tuple[int, int]]) -> tuple[float, float,
     return (
         sum(layers.seconds[place] for place in again),
         kept,
-        max((layers.recompute_bytes(*each) for each in segments), default=0.0),
+        max((layers.recompute_bytes(*segment) for segment in segments), default=0.0),
     )
 
 
@@ -73,7 +73,7 @@ def test_the_choice_takes_the_least_of_all_that_fit(layers, room, weight):
     seconds, kept, back = held(layers, found)
     fitting = [
         s
-        for s, k, b in (held(layers, each) for each in every_choice(layers))
+        for s, k, b in (held(layers, choice) for choice in every_choice(layers))
         if k + weight * b <= room
     ]
     assert fits is bool(fitting)
@@ -83,7 +83,7 @@ def test_the_choice_takes_the_least_of_all_that_fit(layers, room, weight):
         assert seconds == min(fitting)
     else:
         over = min(
-            k + weight * b for _, k, b in (held(layers, each) for each in every_choice(layers))
+            k + weight * b for _, k, b in (held(layers, choice) for choice in every_choice(layers))
         )
         assert kept + weight * back == pytest.approx(over)
 

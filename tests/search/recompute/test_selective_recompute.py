@@ -98,8 +98,8 @@ def test_no_other_layers_would_do_for_less(data, ranks, name, micro_batches, sha
     peaks, start = needs(selected), 0
     for rank, length in enumerate(lengths):
         fitting = []
-        for each in choices(start, start + length):
-            selection = Selection.of_segments(each, [start])
+        for choice in choices(start, start + length):
+            selection = Selection.of_segments(choice, [start])
             if needs(placed.with_selective_recompute(selection))[rank] <= room:
                 fitting.append(sum(forward[layer] for layer in selection.recomputed))
         taken = sum(
@@ -150,8 +150,8 @@ def test_with_room_for_all_nothing_runs_again_and_without_any_it_says_what_it_ne
     def tried(room: int) -> dict[str, bool]:
         request = PlanRequest(profile, on(2, room), 8)
         return {
-            each.recompute: not each.memory_shortfall
-            for each in evaluate(instantiate(request, Proposal((2, 2), "1f1b", 8)))
+            variant.recompute: not variant.memory_shortfall
+            for variant in evaluate(instantiate(request, Proposal((2, 2), "1f1b", 8)))
         }
 
     assert tried(400) == {"never": True}

@@ -77,7 +77,11 @@ def test_the_json_has_every_loss_or_means_where_it_is_to_be_small(results):
     assert whole["records"][0]["losses"] == list(results.records[0].losses)
     assert len(whole["records"]) == len(results.records)
     assert whole["question"]["rules"] == ["stash", "none"]
-    assert {each["standing"] for each in whole["verdicts"]} == {"holds", "loses", "does not train"}
+    assert {verdict["standing"] for verdict in whole["verdicts"]} == {
+        "holds",
+        "loses",
+        "does not train",
+    }
     assert thin["records"][0]["losses_every"] == 1
     assert len(results.as_json().splitlines()) < 100
 
