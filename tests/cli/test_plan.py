@@ -24,11 +24,11 @@ def mixed(tmp_path, profile_file):
     """A cluster of two kinds, and a profile of each."""
     where = tmp_path / "mixed.yaml"
     where.write_text(MIXED)
-    own = Profile.load(profile_file)
+    stored_profile = Profile.load(profile_file)
     paths = []
     for name in ("quick", "slow"):
         paths.append(tmp_path / f"{name}.json")
-        replace(own, device=name).save(paths[-1])
+        replace(stored_profile, device=name).save(paths[-1])
     return where, *paths
 
 

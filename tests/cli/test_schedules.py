@@ -23,13 +23,13 @@ def test_the_table_has_every_schedule_or_says_why_not(penstock):
     """A schedule that is silently left out looks as if it did not exist."""
     for numbers in ((3, 8), (4, 5)):
         out = penstock("schedules", "--stages", numbers[0], "--micro-batches", numbers[1]).out
-        told = {row[0] for row in rows(out)} | {
+        listed = {row[0] for row in rows(out)} | {
             name
             for line in out.splitlines()
             if ": " in line
             for name in line.partition(":")[0].split(", ")
         }
-        assert told == set(all_schedules())
+        assert listed == set(all_schedules())
     assert "chimera: " in out
     assert "even number of them and got 5" in out
 
@@ -38,25 +38,29 @@ def test_known_figures_stand_in_the_table():
     """Formulas of the papers for S = 4, M = 8 and equal work per rank: docs/literature/notation.md, 6
     and 7.
     """
-    found = {figures.name: figures for figures in compare(4, 8)[0]}
-    one = found["1f1b"]
+    figures_of = {figures.name: figures for figures in compare(4, 8)[0]}
+    one = figures_of["1f1b"]
     assert (one.makespan, one.bubble_ratio, one.in_flight, one.weights) == (
         33,
         pytest.approx(3 / 11),
         4,
         1,
     )
-    assert (found["gpipe"].makespan, found["gpipe"].in_flight) == (33, 8)
-    assert found["zb-h1"].makespan == 27
-    assert found["zb-h2"].span_bubble_ratio == 0
-    assert found["interleaved"].makespan == 24 + 9 / 2
-    assert (found["interleaved"].stages, found["interleaved"].ranks) == (8, 4)
-    assert (found["chimera"].weights, found["dualpipe"].weights, found["dualpipe-v"].weights) == (
+    assert (figures_of["gpipe"].makespan, figures_of["gpipe"].in_flight) == (33, 8)
+    assert figures_of["zb-h1"].makespan == 27
+    assert figures_of["zb-h2"].span_bubble_ratio == 0
+    assert figures_of["interleaved"].makespan == 24 + 9 / 2
+    assert (figures_of["interleaved"].stages, figures_of["interleaved"].ranks) == (8, 4)
+    assert (
+        figures_of["chimera"].weights,
+        figures_of["dualpipe"].weights,
+        figures_of["dualpipe-v"].weights,
+    ) == (
         2,
         2,
         1,
     )
-    assert found["zb-h1"].splits_backward
+    assert figures_of["zb-h1"].splits_backward
     assert not one.splits_backward
 
 
@@ -76,11 +80,11 @@ def test_an_asynchronous_schedule_is_compared_by_one_batch_once_it_is_full():
     """24 s of work per rank and no bubble; what it costs is weights: 4 + 3 + 2 + 1 quarters of the
     model with one micro-batch.
     """
-    found = {figures.name: figures for figures in compare(4, 8)[0]}
-    stream = found["pipedream"]
+    figures_of = {figures.name: figures for figures in compare(4, 8)[0]}
+    stream = figures_of["pipedream"]
     assert (stream.makespan, stream.bubble_ratio, stream.span_bubble_ratio) == (24, 0, 0)
-    assert found["2bw"].weights == 2
-    assert (found["hetpipe"].ranks, found["hetpipe"].stages) == (4, 2)
+    assert figures_of["2bw"].weights == 2
+    assert (figures_of["hetpipe"].ranks, figures_of["hetpipe"].stages) == (4, 2)
     assert {figures.name: figures for figures in compare(4, 1)[0]}["pipedream"].weights == 10 / 4
 
 

@@ -132,9 +132,9 @@ def test_without_words_a_run_goes_on_with_its_own_settings(folder, how):
     """Not with the defaults of the command."""
     path = {"folder": folder, "config": folder / "config.yaml", "out": None}[how]
     config, changed = resume_settings(path, {"out": str(folder)} if how == "out" else {})
-    own = yaml.safe_load((folder / "config.yaml").read_text())
+    stored = yaml.safe_load((folder / "config.yaml").read_text())
     assert changed == ["limit_steps: 4 -> none"], "it has come to that limit"
-    assert {**own, "limit_steps": None, "out": str(folder), "resume": True} == yaml.safe_load(
+    assert {**stored, "limit_steps": None, "out": str(folder), "resume": True} == yaml.safe_load(
         config.as_yaml()
     )
 

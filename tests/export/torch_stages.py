@@ -51,28 +51,31 @@ def play(folder: Path) -> dict[str, Tensor]:
         groups = [dist.new_group(ranks) for ranks in facts["pipelines"]]
         mine = next(j for j, ranks in enumerate(facts["pipelines"]) if dist.get_rank() in ranks)
         count, group = len(groups), groups[mine]
-        own = facts["stages_of_rank"][dist.get_rank(group)]
+        local_stages = facts["stages_of_rank"][dist.get_rank(group)]
         model, (x, y) = small_model(), batch(facts["batch"])
         x, y = x[mine::count], y[mine::count]
         modules = {
             stage: [model.get_submodule(name) for name in facts["modules_of_stage"][stage]]
-            for stage in own
+            for stage in local_stages
         }
-        names = {stage: facts["modules_of_stage"][stage] for stage in own}
-        parts = {stage: nn.Sequential(*modules[stage]) for stage in own}
+        names = {stage: facts["modules_of_stage"][stage] for stage in local_stages}
+        parts = {stage: nn.Sequential(*modules[stage]) for stage in local_stages}
         total = len(facts["modules_of_stage"])
         stages = [
             PipelineStage(parts[stage], stage, total, torch.device("cpu"), group=group)
-            for stage in own
+            for stage in local_stages
         ]
         runtime = _PipelineScheduleRuntime(
             stages, facts["micro_batches"], loss_fn=functional.cross_entropy
         )
         runtime._load_csv(str(folder / facts["schedule"]))
-        runtime.step(*((x,) if 0 in own else ()), **({"target": y} if total - 1 in own else {}))
+        runtime.step(
+            *((x,) if 0 in local_stages else ()),
+            **({"target": y} if total - 1 in local_stages else {}),
+        )
         return {
             f"{name}.{key}": parameter.grad / count
-            for stage in own
+            for stage in local_stages
             for name, module in zip(names[stage], modules[stage], strict=True)
             for key, parameter in module.named_parameters()
         }

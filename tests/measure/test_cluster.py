@@ -50,11 +50,11 @@ def test_all_ranks_find_the_same(found):
 
 def test_what_is_found_is_a_cluster_of_hosts(found, tmp_path):
     """Hosts are nodes; the file is what `penstock plan` reads."""
-    made = found[0][0].cluster
-    assert [made.node(rank) for rank in range(3)] == [0, 0, 1]
-    assert made.kinds == ("cpu",)
-    made.save(tmp_path / "lab.yaml")
-    assert cluster(tmp_path / "lab.yaml") == made
+    measured_cluster = found[0][0].cluster
+    assert [measured_cluster.node(rank) for rank in range(3)] == [0, 0, 1]
+    assert measured_cluster.kinds == ("cpu",)
+    measured_cluster.save(tmp_path / "lab.yaml")
+    assert cluster(tmp_path / "lab.yaml") == measured_cluster
 
 
 def test_every_figure_is_sane(found):
@@ -76,14 +76,16 @@ def test_every_figure_is_sane(found):
 
 def test_links_are_those_of_their_pairs(found):
     """One pair is inside a host, two are between hosts."""
-    made = found[0][0]
-    assert [(pair.a, pair.b) for pair in made.pairs] == [(0, 1), (0, 2), (1, 2)]
-    assert made.cluster.link(0, 1).bandwidth_bytes_per_s == pytest.approx(
-        made.pairs[0].fit.bandwidth_bytes_per_s, rel=1e-3
+    measured_cluster = found[0][0]
+    assert [(pair.a, pair.b) for pair in measured_cluster.pairs] == [(0, 1), (0, 2), (1, 2)]
+    assert measured_cluster.cluster.link(0, 1).bandwidth_bytes_per_s == pytest.approx(
+        measured_cluster.pairs[0].fit.bandwidth_bytes_per_s, rel=1e-3
     )
     # Not a fit to all sizes, which token buckets would mislead.
-    slower, _ = sorted(link_of(pair.times).bandwidth_bytes_per_s for pair in made.pairs[1:])
-    assert made.cluster.between.bandwidth_bytes_per_s == pytest.approx(slower, rel=1e-3)
+    slower, _ = sorted(
+        link_of(pair.times).bandwidth_bytes_per_s for pair in measured_cluster.pairs[1:]
+    )
+    assert measured_cluster.cluster.between.bandwidth_bytes_per_s == pytest.approx(slower, rel=1e-3)
 
 
 def test_progress_counts_to_the_end(found):

@@ -48,16 +48,16 @@ def test_all_conditions_follow_from_two_readings(host):
     """The figures of the files, per second."""
     meter = ConditionsMeter()
     host.update(files=AFTER, time=1.0)
-    seen = meter.conditions()
-    assert seen.busy_cores == pytest.approx(1.5)
-    assert seen.stolen_cores == pytest.approx(0.4)
-    assert seen.process_cores == pytest.approx(0.8)
-    assert seen.core_wait == pytest.approx(0.5)
-    assert seen.clock_hz == pytest.approx(2.5e9)
-    assert seen.memory_stall == pytest.approx(0.25)
-    assert seen.swap_bytes_per_s == pytest.approx(25 * 4096)
-    assert seen.quota_throttled == pytest.approx(0.3)
-    assert seen.heat_throttles_per_s is None
+    conditions = meter.conditions()
+    assert conditions.busy_cores == pytest.approx(1.5)
+    assert conditions.stolen_cores == pytest.approx(0.4)
+    assert conditions.process_cores == pytest.approx(0.8)
+    assert conditions.core_wait == pytest.approx(0.5)
+    assert conditions.clock_hz == pytest.approx(2.5e9)
+    assert conditions.memory_stall == pytest.approx(0.25)
+    assert conditions.swap_bytes_per_s == pytest.approx(25 * 4096)
+    assert conditions.quota_throttled == pytest.approx(0.3)
+    assert conditions.heat_throttles_per_s is None
 
 
 def test_a_host_is_told_apart_by_its_kernel_and_network(host, monkeypatch):
@@ -73,7 +73,7 @@ def test_a_host_that_reports_nothing_has_no_conditions(host):
     host["files"] = {}
     meter = ConditionsMeter()
     host["time"] = 1.0
-    seen = meter.conditions()
+    conditions = meter.conditions()
     unknown = (
         "busy_cores",
         "stolen_cores",
@@ -82,7 +82,7 @@ def test_a_host_that_reports_nothing_has_no_conditions(host):
         "memory_stall",
         "swap_bytes_per_s",
     )
-    assert [getattr(seen, name) for name in unknown] == [None] * len(unknown)
+    assert [getattr(conditions, name) for name in unknown] == [None] * len(unknown)
 
 
 def test_too_short_a_time_has_no_load(host):
@@ -137,9 +137,9 @@ def test_this_machine_can_be_observed():
     """Whatever it reports; every figure is a number of its range."""
     meter = ConditionsMeter()
     sum(range(10**6))
-    seen = meter.conditions()
-    assert seen.seconds > 0
-    assert seen.process_cores >= 0
-    assert seen.page_fault_s >= 0
-    assert seen.product_s > 0
-    assert seen.copy_s > 0
+    conditions = meter.conditions()
+    assert conditions.seconds > 0
+    assert conditions.process_cores >= 0
+    assert conditions.page_fault_s >= 0
+    assert conditions.product_s > 0
+    assert conditions.copy_s > 0

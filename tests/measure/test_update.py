@@ -52,14 +52,14 @@ def test_optimizers_are_compared_with_as_many_zeros_as_a_backward_left(
     monkeypatch, gradients, zeros
 ):
     """Adam's step takes twice as long on second moments of 0."""
-    seen = []
+    learning_rates = []
 
     class Observed(torch.optim.SGD):
         """Notes the gradients of its steps."""
 
         def step(self, closure=None):
             """Note them."""
-            seen.append([group["params"][0].grad.clone() for group in self.param_groups])
+            learning_rates.append([group["params"][0].grad.clone() for group in self.param_groups])
             return super().step(closure)
 
     monkeypatch.setattr(update, "_COMPARED", {"observed": lambda p: Observed(p, lr=0.0)})
@@ -67,8 +67,8 @@ def test_optimizers_are_compared_with_as_many_zeros_as_a_backward_left(
     layer.weight.grad = None if gradients is None else torch.tensor([gradients])
     measured = measure_update([layer], torch.device("cpu"))
     assert set(measured.step_ratios) == {"observed"}
-    assert seen
-    for (gradient,) in seen:
+    assert learning_rates
+    for (gradient,) in learning_rates:
         assert int((gradient == 0).sum()) == zeros
         assert gradient.numel() == 4
 

@@ -41,8 +41,10 @@ def test_columns_without_any_value_are_left_out():
 def test_names_are_unique_and_safe_for_files():
     """Names come from files of others: none may leave the folder or overwrite another."""
     names = Names()
-    taken = [names.unique(name) for name in ("../../etc", "ETC", "etc", "a" * 300, "\0", "ü")]
-    assert taken == ["etc", "ETC-2", "etc-3", "a" * 80, "unnamed", "unnamed-2"]
+    unique_names = [
+        names.unique(name) for name in ("../../etc", "ETC", "etc", "a" * 300, "\0", "ü")
+    ]
+    assert unique_names == ["etc", "ETC-2", "etc-3", "a" * 80, "unnamed", "unnamed-2"]
 
 
 def test_blocks_come_in_the_order_of_the_report(report):

@@ -146,23 +146,23 @@ def test_where_all_had_to_run_again_only_what_must_does_now(profile_of):
         profile_of([1.0] * 8, parameters=0, activation=300.0, output=10.0),
         cluster_of(2),
     )
-    asked = {
+    arguments = {
         "schedules": "1f1b",
         "stages": 2,
         "micro_batches": 8,
         "memory_limit": 2600,
         "budget_s": 1000,
     }
-    always = plan(profile, cluster, 16, recompute="always", **asked)
-    some = plan(profile, cluster, 16, **asked)
+    always = plan(profile, cluster, 16, recompute="always", **arguments)
+    some = plan(profile, cluster, 16, **arguments)
     for recompute in ("never", "except_last"):
         with pytest.raises(PlanError, match="nothing fits"):
-            plan(profile, cluster, 16, recompute=recompute, **asked)
+            plan(profile, cluster, 16, recompute=recompute, **arguments)
     assert (some.recompute, some.lengths) == ("selective", (4, 4))
     assert (
         always.predicted.step_s
         > some.predicted.step_s
-        > plan(profile, cluster, 16, **{**asked, "memory_limit": None}).predicted.step_s
+        > plan(profile, cluster, 16, **{**arguments, "memory_limit": None}).predicted.step_s
     )
     assert 0 < len(some.recomputed) < 8
     assert some.predicted.more_work == pytest.approx(len(some.recomputed) / 24)
@@ -292,8 +292,10 @@ def test_the_device_s_memory_counts_as_the_limit_does(profile_of):
 def test_recompute_is_as_it_was_asked(profile_of):
     """An explicit setting takes precedence over what fits."""
     profile, cluster = profile_of([1.0] * 4), cluster_of(2)
-    for asked in tuple(Recompute):
-        assert plan(profile, cluster, 16, schedules=BASIC, recompute=asked).recompute == asked
+    for arguments in tuple(Recompute):
+        assert (
+            plan(profile, cluster, 16, schedules=BASIC, recompute=arguments).recompute == arguments
+        )
     with pytest.raises(
         PlanError, match="or leave recompute, stages and micro_batches to the planner"
     ):

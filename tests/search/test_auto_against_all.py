@@ -97,14 +97,14 @@ def test_auto_is_as_fast_as_the_best_of_all_cuts_schedules_micro_batches_and_cop
         if copies <= m <= batch
     ]
     fits = [
-        found.step_s
-        for found in (evaluate(instantiate(request, way))[-1] for way in ways)
-        if not found.memory_shortfall
+        chosen.step_s
+        for chosen in (evaluate(instantiate(request, way))[-1] for way in ways)
+        if not chosen.memory_shortfall
     ]
     if not fits:
         return
-    found = plan(profile, on, batch, schedules=names, budget_s=1000, max_replicas=None)
-    assert found.predicted.step_s <= min(fits) * (1 + CLOSE)
+    chosen = plan(profile, on, batch, schedules=names, budget_s=1000, max_replicas=None)
+    assert chosen.predicted.step_s <= min(fits) * (1 + CLOSE)
 
 
 def test_what_only_other_planners_find_within_memory_is_found(profile_of):

@@ -63,9 +63,11 @@ def test_one_that_cannot_be_made_does_not_spoil_the_others(profile_of):
 
 def test_a_planner_s_own_objective_is_kept(profile_of):
     """What its paper makes least, beside what simulation says."""
-    own = Objective("slowest stage", 6.0, "s")
-    chosen_plan = plan_proposal(request(profile_of), Proposal((2, 2), "1f1b", 8, objective=own))
-    assert chosen_plan.objective == own
+    objective = Objective("slowest stage", 6.0, "s")
+    chosen_plan = plan_proposal(
+        request(profile_of), Proposal((2, 2), "1f1b", 8, objective=objective)
+    )
+    assert chosen_plan.objective == objective
     assert chosen_plan.predicted.lower_bound_s == 0
     assert chosen_plan.predicted.gap is None
 

@@ -63,11 +63,11 @@ def test_traffic_of_a_stream_is_a_batch_s(profile_of):
 )
 def test_memory_parts_add_up_to_what_each_rank_holds(profile_of, name, recompute):
     """By name, so that a reader knows what to save."""
-    found = plan_proposal(
+    built = plan_proposal(
         PlanRequest(profile_of([1.0] * 4), FOUR, 16), Proposal((1, 3), name, 4, recompute=recompute)
     ).predicted
-    assert len(found.memory_parts) == 2
-    for parts, peak in zip(found.memory_parts, found.peak_memory, strict=True):
+    assert len(built.memory_parts) == 2
+    for parts, peak in zip(built.memory_parts, built.peak_memory, strict=True):
         assert sum(size for _, size in parts) == pytest.approx(peak, abs=1)
         assert {"weights", "activations"} <= dict(parts).keys()
 

@@ -62,9 +62,9 @@ def test_every_planner_makes_a_whole_plan_and_names_its_source(profile_of, name)
 )
 def test_what_cannot_be_planned_is_refused_with_the_number(profile_of, options, message):
     """All before the search begins, in words of the arguments."""
-    asked = {"batch": 8, **options}
+    arguments = {"batch": 8, **options}
     with pytest.raises(PlanError, match=message):
-        plan(profile_of([1.0, 2.0, 1.0]), cluster(2), **asked)
+        plan(profile_of([1.0, 2.0, 1.0]), cluster(2), **arguments)
 
 
 def test_one_copy_of_every_stage_can_be_asked_for(profile_of):

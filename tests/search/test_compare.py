@@ -35,13 +35,13 @@ def test_every_planner_is_asked_the_same_and_the_fastest_comes_first(profile_of)
 def test_some_planners_may_be_named(profile_of):
     """In any order; each gives what `plan` gives."""
     profile, on = profile_of([1.0, 2.0]), cluster("2xV100-10GbE")
-    found = {
+    plan_of = {
         result.planner: result.plan
         for result in compare(profile, on, 8, planners=FEW, budget_s=1000, max_replicas=1)
     }
-    assert found.keys() == set(FEW)
+    assert plan_of.keys() == set(FEW)
     for name in FEW:
-        assert found[name] == plan(profile, on, 8, planner=name, budget_s=1000, max_replicas=1)
+        assert plan_of[name] == plan(profile, on, 8, planner=name, budget_s=1000, max_replicas=1)
 
 
 def test_a_planner_that_has_no_plan_says_why_and_comes_last(profile_of, monkeypatch):

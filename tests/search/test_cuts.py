@@ -25,12 +25,12 @@ def slowest(request, places, lengths, samples):
     """Seconds of the slowest stage or link, worked out layer by layer."""
     worst, start = 0.0, 0
     for stage, (place, length) in enumerate(zip(places, lengths, strict=True)):
-        own = request.profile_of(place).layers[start : start + length]
+        stage_layers = request.profile_of(place).layers[start : start + length]
         worst = max(
             worst,
             sum(
                 layer.seconds("forward", samples) + layer.seconds("backward", samples)
-                for layer in own
+                for layer in stage_layers
             ),
         )
         start += length

@@ -95,18 +95,19 @@ def test_plans_hold_what_the_optimizer_keeps(profile_of):
     link = Link(0.0, 1e12)
     profile = profile_of([1.0, 1.0], parameters=1000, activation=1.0)
     cluster = Cluster("c", (Device("d", 10**6),) * 2, 1, link, link)
-    made = {
+    plan_of = {
         optimizer: plan(profile, cluster, 16, optimizer=optimizer, stages=2, max_replicas=1)
         for optimizer in (None, "sgd", "momentum", "adam", 7)
     }
     held = {
-        key: dict(each.predicted.memory_parts[0]).get("optimizer", 0) for key, each in made.items()
+        key: dict(each.predicted.memory_parts[0]).get("optimizer", 0)
+        for key, each in plan_of.items()
     }
     assert held == {None: 1000, "sgd": 0, "momentum": 1000, "adam": 2000, 7: 7000}
-    assert (made["adam"].optimizer, made["adam"].optimizer_states) == ("Adam", 2.0)
-    assert made["adam"].memory_limits == (10**6, 10**6)
-    assert "optimizer Adam, 2 numbers per parameter" in str(made["adam"])
-    limit = made["momentum"].predicted.peak_memory[0] + 10
+    assert (plan_of["adam"].optimizer, plan_of["adam"].optimizer_states) == ("Adam", 2.0)
+    assert plan_of["adam"].memory_limits == (10**6, 10**6)
+    assert "optimizer Adam, 2 numbers per parameter" in str(plan_of["adam"])
+    limit = plan_of["momentum"].predicted.peak_memory[0] + 10
     plan(profile, cluster, 16, optimizer="sgd", stages=2, max_replicas=1, memory_limit=limit)
     with pytest.raises(PlanError, match="needs"):
         plan(profile, cluster, 16, optimizer="adam", stages=2, max_replicas=1, memory_limit=limit)

@@ -23,8 +23,8 @@ def proposals(profile_of, *ways, memory_limit=None, **options):
         memory_limit=memory_limit,
         **options,
     )
-    found = [evaluate(instantiate(request, way))[-1] for way in ways]
-    return list(cost_schedules(request, found)), request
+    proposed = [evaluate(instantiate(request, way))[-1] for way in ways]
+    return list(cost_schedules(request, proposed)), request
 
 
 PLAIN = Proposal((2, 2), "1f1b", 4)
@@ -32,12 +32,12 @@ PLAIN = Proposal((2, 2), "1f1b", 4)
 
 def test_the_same_cut_gets_programs_of_its_own(profile_of):
     """On the same devices, with the same recomputation; and they can be made."""
-    found, request = proposals(
+    proposed, request = proposals(
         profile_of, PLAIN, Proposal((1, 3), "gpipe", 8, devices=(3, 1), recompute="always")
     )
     assert [
         (each.schedule, each.lengths, each.micro_batches, each.devices, each.recompute)
-        for each in found
+        for each in proposed
     ] == [
         ("zb-auto", (2, 2), 4, (), "never"),
         ("zb-1p", (2, 2), 4, (), "never"),
@@ -45,7 +45,7 @@ def test_the_same_cut_gets_programs_of_its_own(profile_of):
         ("zb-1p", (1, 3), 8, (3, 1), "always"),
     ]
     hunt = PlanSearch(request)
-    assert all(hunt.evaluate(each, force=True) for each in found)
+    assert all(hunt.evaluate(each, force=True) for each in proposed)
 
 
 @pytest.mark.parametrize(
@@ -72,14 +72,14 @@ def test_named_schedules_and_weights_are_left_at_that(profile_of):
 
 def test_with_time_enough_the_order_of_the_best_is_searched_within_its_memory(profile_of):
     """Activations get the memory that weights leave; with recompute that amount is unknown."""
-    found, _ = proposals(
+    proposed, _ = proposals(
         profile_of,
         PLAIN,
         Proposal((1, 3), "1f1b", 4),
         memory_limit=30_000,
         budget_s=SEARCHED_FROM_S,
     )
-    (searched,) = (each for each in found if each.schedule == "synthesised")
+    (searched,) = (each for each in proposed if each.schedule == "synthesised")
     assert searched.lengths == (2, 2)
     assert dict(searched.options)["memory_limit"] == (30_000 - 6000,) * 2
     again, _ = proposals(

@@ -107,9 +107,9 @@ def test_no_cut_of_a_way_is_faster_than_its_bound(data, profile, on, batch, asyn
             placed = instantiate(request, proposal)
         except (ScheduleError, PlanError):
             continue
-        taken = steady(placed.schedule, placed.costs).seconds_per_batch
-        assert max(way.bound_s, space.least_s) <= taken * (1 + 1e-9)
-        assert schedule_bound_s(placed.schedule, placed.costs) <= taken * (1 + 1e-9)
+        step_s = steady(placed.schedule, placed.costs).seconds_per_batch
+        assert max(way.bound_s, space.least_s) <= step_s * (1 + 1e-9)
+        assert schedule_bound_s(placed.schedule, placed.costs) <= step_s * (1 + 1e-9)
 
 
 def test_devices_that_are_each_faster_at_some_layers_are_bound_by_the_faster_of_each(profile_of):

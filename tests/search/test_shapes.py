@@ -42,11 +42,11 @@ def test_pipelines_stand_on_devices_of_their_own_with_the_same_kinds_in_the_same
 
 def test_of_few_equal_devices_every_number_of_pipelines_and_ranks_is_there(profile_of):
     """Numbers that are not powers of two may be best."""
-    found = {
+    sizes = {
         (shape.pipelines, shape.ranks)
         for shape in shapes(PlanRequest(profile_of([1.0] * 9), cluster("7xV100-10GbE"), 64))
     }
-    assert found == {(p, r) for p in range(1, 8) for r in range(1, 8) if p * r <= 7}
+    assert sizes == {(p, r) for p in range(1, 8) for r in range(1, 8) if p * r <= 7}
 
 
 def test_pipelines_stand_along_nodes_and_across_them(profile_of):
@@ -71,12 +71,12 @@ def test_each_pipeline_has_its_share_of_both_kinds(profile_of):
     """Two of four and two: each one of both, or all in one."""
     devices = (Device("fast", 10**9, flops=FAST),) * 2 + (Device("slow", 10**9, flops=SLOW),) * 2
     on = Cluster("c", devices, 4, LINK, LINK)
-    found = [
+    sizes = [
         shape
         for shape in shapes(PlanRequest(profile_of([1.0] * 4), on, 4))
         if len(shape.devices) == 4
     ]
-    assert {(shape.pipelines, *map(tuple, kinds_of(shape, on))) for shape in found} == {
+    assert {(shape.pipelines, *map(tuple, kinds_of(shape, on))) for shape in sizes} == {
         (1, ("fast", "fast", "slow", "slow")),
         (1, ("slow", "slow", "fast", "fast")),
         (2, ("fast", "slow"), ("fast", "slow")),

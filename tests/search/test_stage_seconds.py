@@ -30,9 +30,13 @@ def test_every_default_is_that_of_the_simulator(
 ):
     """A schedule measured for other seconds than it is simulated with would not be made to measure."""
     costs = Costs(forward, backward, input_grad, weight_grad, 0.0, transfer, transfer_back)
-    found = StageSeconds.of(spread_forward(costs, 3, 1), 1)
+    stage_seconds = StageSeconds.of(spread_forward(costs, 3, 1), 1)
     line = simulate_schedule(ONE, costs)
-    mine = {Kind.F: found.forward, Kind.I: found.input_grad, Kind.W: found.weight_grad}
+    mine = {
+        Kind.F: stage_seconds.forward,
+        Kind.I: stage_seconds.input_grad,
+        Kind.W: stage_seconds.weight_grad,
+    }
     for event in line.compute:
         if event.op.kind is not Kind.U:
             assert event.end - event.start == pytest.approx(
@@ -41,9 +45,9 @@ def test_every_default_is_that_of_the_simulator(
     ends = {(event.op.kind, event.op.stage): (event.start, event.end) for event in line.compute}
     for stage in (0, 1):
         assert ends[Kind.F, stage + 1][0] == pytest.approx(
-            ends[Kind.F, stage][1] + found.up[stage][0]
+            ends[Kind.F, stage][1] + stage_seconds.up[stage][0]
         )
-        due = ends[Kind.I, stage + 1][1] + found.down[stage][0]
+        due = ends[Kind.I, stage + 1][1] + stage_seconds.down[stage][0]
         assert ends[Kind.I, stage][0] == pytest.approx(max(due, ends[Kind.F, stage][1]))
 
 
@@ -56,11 +60,11 @@ def test_costs_may_differ_by_micro_batch_and_links_be_given_by_bandwidth():
         bandwidth=10,
         boundary_bytes=[20],
     )
-    found = StageSeconds.of(spread_forward(costs, 2, 2), 2)
-    assert found.forward == ((1, 11), (2, 12))
-    assert found.input_grad == ((1, 2), (3, 4))
-    assert found.weight_grad == ((1, 20), (1, 20))  # what is left of twice the forward
-    assert found.up == found.down == ((2.5, 2.5),)
+    stage_seconds = StageSeconds.of(spread_forward(costs, 2, 2), 2)
+    assert stage_seconds.forward == ((1, 11), (2, 12))
+    assert stage_seconds.input_grad == ((1, 2), (3, 4))
+    assert stage_seconds.weight_grad == ((1, 20), (1, 20))  # what is left of twice the forward
+    assert stage_seconds.up == stage_seconds.down == ((2.5, 2.5),)
 
 
 def test_one_number_for_all_stages_does_not_tell_how_many_there_are():

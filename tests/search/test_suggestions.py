@@ -21,7 +21,7 @@ INSIDE, BETWEEN = Link(1e-2, 1e3), Link(5e-2, 3e2)
 TWO_NODES = Cluster("c", (Device("d", 10**9, flops=FAST),) * 4, 2, INSIDE, BETWEEN)
 
 
-def told(request, proposal):
+def suggested(request, proposal):
     """The changes for one way, and that way."""
     chosen = evaluate(instantiate(request, proposal))[-1]
     return {
@@ -44,7 +44,7 @@ def test_each_told_change_gives_the_step_that_it_says(profile_of):
         profile_of([1.0, 3.0, 1.0, 1.0], output=300.0), TWO_NODES, 8, recompute="never"
     )
     proposal = Proposal((1, 1, 2), "1f1b", 4, recompute="never")
-    found, chosen = told(request, proposal)
+    changes, chosen = suggested(request, proposal)
     wide = replace(INSIDE, bandwidth_bytes_per_s=2e3), replace(BETWEEN, bandwidth_bytes_per_s=6e2)
     expected = {
         "twice the bandwidth inside a node": by_hand(
@@ -67,14 +67,14 @@ def test_each_told_change_gives_the_step_that_it_says(profile_of):
         )
         / 2,
     }
-    for change, seconds in found.items():
+    for change, seconds in changes.items():
         if change in expected:
             assert seconds == pytest.approx(expected[change]), change
     best = sorted(seconds for seconds in expected.values() if seconds < chosen.step_s * (1 - WORTH))
-    assert {"devices twice as fast", "twice the bandwidth between nodes"} <= found.keys()
-    assert list(found.values()) == sorted(found.values())
-    assert len(found) <= MOST
-    assert len(found) == MOST or len(found) >= len(best), (
+    assert {"devices twice as fast", "twice the bandwidth between nodes"} <= changes.keys()
+    assert list(changes.values()) == sorted(changes.values())
+    assert len(changes) <= MOST
+    assert len(changes) == MOST or len(changes) >= len(best), (
         "nothing that is worth it is left out but for want of room"
     )
 
@@ -86,16 +86,16 @@ def test_the_busiest_rank_s_device_is_the_one_that_is_made_faster(profile_of):
     fast = tuple(Device("d", 10**9, flops=FAST) for _ in range(3))
     on = Cluster("c", fast, 3, Link(0.0, 1e12), Link(0.0, 1e12))
     request = PlanRequest(profile_of([1.0, 9.0]), on, 8)
-    found, _ = told(request, Proposal((1, 1), "1f1b", 8, devices=(0, 2)))
-    own = profile_of([1.0, 9.0])
+    changes, _ = suggested(request, Proposal((1, 1), "1f1b", 8, devices=(0, 2)))
+    slow_profile = profile_of([1.0, 9.0])
     devices = (fast[0], fast[1], Device("quick", 10**9))
     expected = by_hand(
         request,
         Proposal((1, 1), "1f1b", 8, devices=(0, 2)),
-        {"d": own, "quick": scale_profile(own, 0.5)},
+        {"d": slow_profile, "quick": scale_profile(slow_profile, 0.5)},
         replace(on, devices=devices),
     )
-    assert found["the device of rank 1 twice as fast"] == pytest.approx(expected)
+    assert changes["the device of rank 1 twice as fast"] == pytest.approx(expected)
 
 
 def test_on_mixed_devices_all_get_twice_as_fast(profile_of):
@@ -107,15 +107,17 @@ def test_on_mixed_devices_all_get_twice_as_fast(profile_of):
         Link(0.0, 1e12),
         Link(0.0, 1e12),
     )
-    found, chosen = told(PlanRequest(profile_of([1.0, 1.0]), on, 8), Proposal((1, 1), "1f1b", 8))
-    assert found["devices twice as fast"] == pytest.approx(chosen.step_s / 2)
+    changes, chosen = suggested(
+        PlanRequest(profile_of([1.0, 1.0]), on, 8), Proposal((1, 1), "1f1b", 8)
+    )
+    assert changes["devices twice as fast"] == pytest.approx(chosen.step_s / 2)
 
 
 def test_memory_for_all_activations_is_told_where_something_is_recomputed(profile_of):
     """What a larger memory would bring, without cutting anew."""
     request = PlanRequest(profile_of([1.0] * 4), TWO_NODES, 8)
-    again, chosen = told(request, Proposal((2, 2), "1f1b", 4, recompute="always"))
-    without, plain = told(request, Proposal((2, 2), "1f1b", 4, recompute="never"))
+    again, chosen = suggested(request, Proposal((2, 2), "1f1b", 4, recompute="always"))
+    without, plain = suggested(request, Proposal((2, 2), "1f1b", 4, recompute="never"))
     change = "memory for all activations, so that nothing is recomputed"
     assert again[change] == pytest.approx(plain.step_s)
     assert again[change] < chosen.step_s
@@ -127,9 +129,11 @@ def test_links_that_do_not_exist_are_not_told(profile_of):
     link = Link(1e-2, 1e2)
     for per_node, absent in ((2, "between nodes"), (1, "inside a node")):
         on = Cluster("c", (Device("d", 10**9),) * 2, per_node, link, link)
-        found, _ = told(PlanRequest(profile_of([1.0] * 4), on, 8), Proposal((2, 2), "1f1b", 4))
-        assert found
-        assert not any(absent in change for change in found)
+        changes, _ = suggested(
+            PlanRequest(profile_of([1.0] * 4), on, 8), Proposal((2, 2), "1f1b", 4)
+        )
+        assert changes
+        assert not any(absent in change for change in changes)
 
 
 def test_one_rank_more_is_planned_anew_with_the_same_schedule(profile_of):
@@ -138,21 +142,21 @@ def test_one_rank_more_is_planned_anew_with_the_same_schedule(profile_of):
     two, three = (Cluster("c", (Device("d", 10**9),) * ranks, 4, link, link) for ranks in (2, 3))
     profile = profile_of([1.0] * 6)
     request = PlanRequest(profile, two, 12, ("1f1b",), max_replicas=1, budget_s=1000)
-    found, _ = told(request, Proposal((3, 3), "1f1b", 8))
+    changes, _ = suggested(request, Proposal((3, 3), "1f1b", 8))
     better = plan(
         profile, three, 12, schedules="1f1b", max_replicas=1, budget_s=1000
     ).predicted.step_s
-    assert better * (1 - 1e-9) <= found["one rank more (with 1f1b)"] <= better * 1.1
+    assert better * (1 - 1e-9) <= changes["one rank more (with 1f1b)"] <= better * 1.1
 
 
 def test_what_does_not_help_by_half_a_percent_is_not_told(profile_of):
     """Changes without an effect would only hide those that help."""
     on = Cluster("c", (Device("d", 10**9),) * 2, 2, Link(1e-9, 1e15), Link(0.0, 1e15))
-    found, chosen = told(
+    changes, chosen = suggested(
         PlanRequest(profile_of([1.0] * 4), on, 8, stages=2), Proposal((2, 2), "1f1b", 8)
     )
-    assert not any("bandwidth" in change or "latency" in change for change in found)
-    assert all(seconds < chosen.step_s * (1 - WORTH) for seconds in found.values())
+    assert not any("bandwidth" in change or "latency" in change for change in changes)
+    assert all(seconds < chosen.step_s * (1 - WORTH) for seconds in changes.values())
 
 
 def test_a_plan_carries_its_remedies_best_first(profile_of):
@@ -169,7 +173,7 @@ def test_a_plan_carries_its_remedies_best_first(profile_of):
 
 def changes_of(request, proposal):
     """The suggested changes."""
-    return list(told(request, proposal)[0])
+    return list(suggested(request, proposal)[0])
 
 
 def test_one_rank_more_is_not_suggested_where_the_plan_could_not_use_it(profile_of, monkeypatch):
@@ -217,7 +221,7 @@ def test_twice_the_batch_has_micro_batches_of_the_same_size(profile_of):
     """Also where their number is given; the recompute stays."""
     request = PlanRequest(profile_of([1.0] * 4), TWO_NODES, 8, micro_batches=4)
     proposal = Proposal((2, 2), "1f1b", 4, recompute="always")
-    result, _ = told(request, proposal)
+    result, _ = suggested(request, proposal)
     doubled = replace(request, batch=16, micro_batches=8)
     expected = evaluate(instantiate(doubled, replace(proposal, micro_batches=8)))[-1].step_s / 2
     change = "twice the batch (time for as many samples)"
@@ -237,7 +241,7 @@ def test_links_inside_single_nodes_are_made_faster_too(profile_of):
     )
     request = PlanRequest(profile_of([1e-3] * 4, output=300.0), on, 8, recompute="never")
     proposal = Proposal((1, 1, 2), "1f1b", 4, devices=(1, 2, 3))
-    result, _ = told(request, proposal)
+    result, _ = suggested(request, proposal)
     quick = replace(
         on,
         inside=replace(inside, latency_s=0.0),

@@ -162,9 +162,9 @@ def test_a_real_weight_inside_a_layer_on_meta_keeps_its_values():
 )
 def test_torchs_random_numbers_are_left_as_they_were(make):
     """Creating a model must not change the order in which the user's data loader shuffles."""
-    made = make()
+    built = make()
     before = torch.get_rng_state()
-    materialise(chain(made), [0], CPU, 1)
+    materialise(chain(built), [0], CPU, 1)
     assert torch.equal(torch.get_rng_state(), before)
 
 

@@ -43,7 +43,7 @@ def attempts(monkeypatch, prepared, outcomes, **settings):
     said.
     """
     seen: list[tuple[int, bool]] = []
-    said: list[str] = []
+    messages: list[str] = []
 
     def train_once(attempt, quiet, on_start):
         del quiet, on_start
@@ -56,10 +56,10 @@ def attempts(monkeypatch, prepared, outcomes, **settings):
     monkeypatch.setattr(restarts, "train_once", train_once)
     run = replace(prepared, config=replace(prepared.config, **settings))
     try:
-        restarts.train_with_restarts(run, said.append)
+        restarts.train_with_restarts(run, messages.append)
     except RunError as error:
-        return seen, said, error
-    return seen, said, None
+        return seen, messages, error
+    return seen, messages, None
 
 
 def died(pid=4242):
@@ -69,19 +69,19 @@ def died(pid=4242):
 
 def test_a_failure_is_an_error_where_no_restart_was_asked_for(monkeypatch, prepared):
     """As it was before there were restarts."""
-    seen, said, error = attempts(monkeypatch, prepared, [died()])
-    assert (seen, said) == ([(3, False)], [])
+    seen, messages, error = attempts(monkeypatch, prepared, [died()])
+    assert (seen, messages) == ([(3, False)], [])
     assert "was killed by SIGKILL" in str(error)
 
 
 def test_a_killed_rank_is_replaced_and_with_min_ranks_left_out(monkeypatch, prepared):
     """A host may be able to start another process, or not; only the user knows."""
     results = [died(1), died(2), RankResult(9)]
-    seen, said, error = attempts(monkeypatch, prepared, results, max_restarts=2)
+    seen, messages, error = attempts(monkeypatch, prepared, results, max_restarts=2)
     assert seen == [(3, False)] * 3
     assert error is None
-    assert "restart 2 of 2: 3 ranks continue from step 0" in said[1]
-    seen, said, _ = attempts(monkeypatch, prepared, results, max_restarts=2, min_ranks=1)
+    assert "restart 2 of 2: 3 ranks continue from step 0" in messages[1]
+    seen, messages, _ = attempts(monkeypatch, prepared, results, max_restarts=2, min_ranks=1)
     assert [ranks for ranks, _ in seen] == [3, 2, 1]
     log = (prepared.folder / "restarts.jsonl").read_text().splitlines()
     assert [json.loads(line)["ranks"] for line in log] == [3, 3, 2, 1]
@@ -102,9 +102,9 @@ def test_a_lost_rank_counts_among_all_ranks_also_those_that_the_plan_leaves_idle
 def test_a_restart_does_not_need_its_line_in_the_log(monkeypatch, prepared):
     """The disk may be full when the ranks are started again."""
     (prepared.folder / restarts.LOG).symlink_to("/dev/full")
-    seen, said, error = attempts(monkeypatch, prepared, [died(), RankResult(9)], max_restarts=1)
+    seen, messages, error = attempts(monkeypatch, prepared, [died(), RankResult(9)], max_restarts=1)
     assert (len(seen), error) == (2, None)
-    assert "restarts.jsonl: No space left on device" in said[-1]
+    assert "restarts.jsonl: No space left on device" in messages[-1]
 
 
 def test_an_error_of_a_rank_that_lives_does_not_count_as_a_lost_rank(monkeypatch, prepared):
@@ -149,9 +149,9 @@ def test_a_request_plans_for_that_number_and_back(monkeypatch, prepared):
         return stopped
 
     results = [ask(2), ask(99), ask(0), ask(3), RankResult(9)]
-    seen, said, _ = attempts(monkeypatch, prepared, results)
+    seen, messages, _ = attempts(monkeypatch, prepared, results)
     assert [ranks for ranks, _ in seen] == [3, 2, 2, 2, 3]
-    assert "99 ranks cannot run this model: the number stays as it is" in said
+    assert "99 ranks cannot run this model: the number stays as it is" in messages
     assert not (prepared.folder / "resize.json").exists()
 
 

@@ -54,8 +54,8 @@ SMALL: dict[str, dict[str, object]] = {
 #: The same for classifiers of images that are not listed above.
 IMAGE_OPTIONS = {"classes": 10, "channels": 3, "image": 32}
 for model_name, facts in models().items():
-    taken = {name: value for name, value in IMAGE_OPTIONS.items() if name in facts.options}
-    SMALL.setdefault(model_name, taken)
+    chosen = {name: value for name, value in IMAGE_OPTIONS.items() if name in facts.options}
+    SMALL.setdefault(model_name, chosen)
 
 every_model = pytest.mark.parametrize("name", sorted(models()))
 

@@ -32,7 +32,7 @@ def measured(monkeypatch):
         (name, 1.5) for name in ("matmul float32", "matmul bfloat16", "conv", "memory", "ops")
     )
     ranks = tuple(RankMeasurement(rank, "here", device, busy) for rank in range(2))
-    found = ClusterMeasurement(
+    measurement = ClusterMeasurement(
         Cluster("local:2", (device,) * 2, 2, link, link, source="measured by a test"),
         ranks,
         (pair,),
@@ -42,7 +42,7 @@ def measured(monkeypatch):
 
     def launched(fn, ranks, *args, threads):
         started.append((ranks, args, threads))
-        return [found] * ranks
+        return [measurement] * ranks
 
     monkeypatch.setattr(launch, "launch", launched)
     return started
@@ -77,12 +77,12 @@ def test_ranks_of_one_host_are_said_to_share_its_card(measured, capsys):
     from penstock.measure.messages import SIZES, Times
     from penstock.ranks.processes import launch
 
-    found = launch.launch(None, 1, threads=1)[0]
-    inside = found.pairs[0]
+    measurement = launch.launch(None, 1, threads=1)[0]
+    inside = measurement.pairs[0]
     sizes, seconds = SIZES[:3], (1e-4, 2e-4, 0.06)
     network = PairMeasurement(0, 2, Times(sizes, seconds, seconds), inside.fit)
-    ranks = [replace(found.ranks[0], rank=rank, host="ab"[rank // 2]) for rank in range(3)]
-    _print_measurement(replace(found, ranks=tuple(ranks), pairs=(network, inside)))
+    ranks = [replace(measurement.ranks[0], rank=rank, host="ab"[rank // 2]) for rank in range(3)]
+    _print_measurement(replace(measurement, ranks=tuple(ranks), pairs=(network, inside)))
     printed = capsys.readouterr().out
     assert "ranks 0 and 1 share the memory and the network card of a\n" in printed
     assert "of b" not in printed

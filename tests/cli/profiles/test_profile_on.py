@@ -21,9 +21,9 @@ def test_a_preset_s_device_gives_a_profile_that_plan_takes(penstock, tmp_path):
         in result.out
     )
     assert "features.conv1_1" in result.out
-    found = Profile.load(out)
-    assert (found.device, found.batch, len(found)) == ("V100", 1024, 39)
-    assert found.layers[-1].parameters == 4096 * 1000 + 1000, (
+    estimated = Profile.load(out)
+    assert (estimated.device, estimated.batch, len(estimated)) == ("V100", 1024, 39)
+    assert estimated.layers[-1].parameters == 4096 * 1000 + 1000, (
         "the paper's 1,000 classes, not those of some data"
     )
 

@@ -33,11 +33,11 @@ def test_it_is_found_by_name_and_takes_costs():
 def test_the_schedule_tells_its_makespan_bound_and_gap():
     """A schedule on its own says how far it may be from the best."""
     example = schedule("synthesised", costs=COSTS, micro_batches=6, max_rounds=2)
-    told = dict(example.options)
-    assert told["makespan"] == simulate_schedule(example, COSTS).makespan
-    assert told["lower_bound"] <= told["makespan"]
-    assert told["gap"] == pytest.approx(told["makespan"] / told["lower_bound"] - 1)
-    assert isinstance(told["proved"], bool)
+    facts = dict(example.options)
+    assert facts["makespan"] == simulate_schedule(example, COSTS).makespan
+    assert facts["lower_bound"] <= facts["makespan"]
+    assert facts["gap"] == pytest.approx(facts["makespan"] / facts["lower_bound"] - 1)
+    assert isinstance(facts["proved"], bool)
 
 
 def test_options_it_does_not_know_are_refused():

@@ -43,9 +43,9 @@ def test_proposals_can_be_made_and_keep_what_was_asked(profile, ranks, link, bat
         assert len(set(proposal.replicas)) > 1, "others are whole pipelines"
         assert sum(proposal.replicas) <= ranks
         assert max(proposal.replicas) <= min(most or ranks, proposal.micro_batches)
-        found = evaluate(instantiate(request, proposal))[-1]
-        assert not found.memory_shortfall
-        assert found.replicas == proposal.replicas
+        candidate = evaluate(instantiate(request, proposal))[-1]
+        assert not candidate.memory_shortfall
+        assert candidate.replicas == proposal.replicas
 
 
 @settings(max_examples=30, deadline=None)
@@ -59,23 +59,25 @@ def test_the_slowest_stage_is_the_fastest_possible(profile, ranks, link, stages)
     request = PlanRequest(
         profile, on(ranks, link), 2 * ranks, stages=stages, micro_batches=ranks, schedules=("1f1b",)
     )
-    found = list(uneven(request))
-    if not found:
+    candidate = list(uneven(request))
+    if not candidate:
         return
 
     def slowest(lengths, copies):
         times, start = [], 0
         for length, count in zip(lengths, copies, strict=True):
-            own = profile.layers[start : start + length]
+            stage_layers = profile.layers[start : start + length]
             comes = (
                 0.0
                 if start == 0
                 else link.transfer_seconds(2 * profile.layers[start - 1].output_bytes_per_sample)
             )
             met = all_reduce_seconds(
-                range(count), sum(layer.parameter_bytes for layer in own), request.cluster
+                range(count), sum(layer.parameter_bytes for layer in stage_layers), request.cluster
             )
-            work = sum(layer.seconds("forward", 2) + layer.seconds("backward", 2) for layer in own)
+            work = sum(
+                layer.seconds("forward", 2) + layer.seconds("backward", 2) for layer in stage_layers
+            )
             times.append(max(work / count, met / ranks, comes / count))
             start += length
         return max(times)
@@ -87,7 +89,7 @@ def test_the_slowest_stage_is_the_fastest_possible(profile, ranks, link, stages)
         for copies in product(range(1, ranks + 1), repeat=stages)
         if sum(copies) == ranks
     ]
-    (proposal,) = found
+    (proposal,) = candidate
     assert slowest(proposal.lengths, proposal.replicas) == pytest.approx(min(every, default=inf))
 
 

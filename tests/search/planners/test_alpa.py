@@ -23,8 +23,10 @@ def latency(request, micro_batches, lengths, sizes, *, everyone=True):
     total, times = costs.step_seconds(samples), []
     for stage, ((a, b), n) in enumerate(zip(bounds(lengths), sizes, strict=True)):
         weights = sum(layer.parameter_bytes for layer in costs.layers[a:b])
-        kept = samples * sum(layer.activation_bytes_per_sample for layer in costs.layers[a:b])
-        if 3 * weights + (len(lengths) - stage) * kept / n > request.memory_bytes(0):
+        activations = samples * sum(
+            layer.activation_bytes_per_sample for layer in costs.layers[a:b]
+        )
+        if 3 * weights + (len(lengths) - stage) * activations / n > request.memory_bytes(0):
             return math.inf
         link = target.link(0, n - 1)
         rounds, piece = (1, weights) if n == 2 else (2 * (n - 1), weights / n)

@@ -29,11 +29,11 @@ def cluster_of(ranks, bandwidth=1e9, memory=10**12, kind="gpu", speeds=(1.0,), c
     return Cluster("c", devices, 1, link, link)
 
 
-def ways(profile, cluster, batch, table, **asked):
+def ways(profile, cluster, batch, table, **options):
     """Every way of the exploration."""
     return list(
         explore(
-            PlanRequest(profile, cluster, batch, **asked),
+            PlanRequest(profile, cluster, batch, **options),
             {name.lower(): row for name, row in table.items()},
         )
     )
@@ -63,13 +63,13 @@ def test_on_gpus_quick_links_bring_the_leaner_schedule(profile_of):
 def test_on_gpus_the_overlapping_schedule_is_not_taken_where_its_features_do_not_fit(profile_of):
     """Twice the features on the first stage are what decides."""
     profile = profile_of([1e-3] * 8, output=100, activation=1000.0)
-    asked = {"planner": "bapipe", "micro_batches": 16, "recompute": "never"}
-    wide = plan(profile, cluster_of(4, bandwidth=2e6), 64, **asked)
+    options = {"planner": "bapipe", "micro_batches": 16, "recompute": "never"}
+    wide = plan(profile, cluster_of(4, bandwidth=2e6), 64, **options)
     chosen_plan = plan(
         profile,
         cluster_of(4, bandwidth=2e6, memory=max(wide.predicted.peak_memory) - 1),
         64,
-        **asked,
+        **options,
     )
     assert (wide.schedule_name, chosen_plan.schedule_name) == ("eager-1f1b", "1f1b")
 

@@ -106,12 +106,12 @@ def test_notable_transfers_bring_policy_b(profile_of):
 
 def test_policy_a_is_taken_where_only_that_fits(profile_of):
     """K_i is at most what memory holds."""
-    profile, asked = (
+    profile, options = (
         profile_of([1e-3] * 4, output=100, activation=1000.0),
         {"max_replicas": 1, "micro_batches": 16, "stages": 4},
     )
     wide = plan(
-        profile, cluster_of(4, between=4e5), 64, planner="dapple", recompute="never", **asked
+        profile, cluster_of(4, between=4e5), 64, planner="dapple", recompute="never", **options
     )
     limit = max(wide.predicted.peak_memory) - 1
     chosen_plan = plan(
@@ -120,7 +120,7 @@ def test_policy_a_is_taken_where_only_that_fits(profile_of):
         64,
         planner="dapple",
         recompute="never",
-        **asked,
+        **options,
     )
     assert "warm_up" in dict(wide.schedule_options)
     assert "warm_up" not in dict(chosen_plan.schedule_options)

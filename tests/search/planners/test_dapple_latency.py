@@ -24,13 +24,13 @@ stages = st.integers(1, 6).flatmap(
 def test_the_parts_are_the_papers_formulas_at_the_pivot(rows, micro_batches):
     """T_w, T_s and T_e, written out once more for the pivot that is reported."""
     forward, backward, reduce = rows
-    found = latency(forward, backward, reduce, micro_batches)
-    q = found.pivot
-    assert found.warm_up_s == pytest.approx(sum(forward[: q + 1]))
-    assert found.steady_s == pytest.approx((micro_batches - 1) * (forward[q] + backward[q]))
+    parts = latency(forward, backward, reduce, micro_batches)
+    q = parts.pivot
+    assert parts.warm_up_s == pytest.approx(sum(forward[: q + 1]))
+    assert parts.steady_s == pytest.approx((micro_batches - 1) * (forward[q] + backward[q]))
     endings = [reduce[s] + sum(backward[s : q + 1]) for s in range(q + 1)]
     endings += [reduce[s] - sum(backward[q : s + 1]) for s in range(q + 1, len(reduce))]
-    assert found.ending_s == pytest.approx(max(endings))
+    assert parts.ending_s == pytest.approx(max(endings))
 
 
 @settings(max_examples=100, deadline=None)
@@ -70,8 +70,8 @@ def test_a_slow_stage_is_the_pivot():
 @pytest.mark.parametrize("micro_batches", [1, 3, 8, 20])
 def test_on_equal_stages_and_free_links_the_latency_is_the_makespan_of_1f1b(count, micro_batches):
     """(m + p - 1)(f + b): there the formula is no approximation."""
-    found = latency((1.0,) * count, (2.0,) * count, (0.0,) * count, micro_batches)
+    parts = latency((1.0,) * count, (2.0,) * count, (0.0,) * count, micro_batches)
     timeline = simulate_schedule(
         schedule("1f1b", count, micro_batches), Costs(forward=1.0, backward=2.0)
     )
-    assert found.seconds == pytest.approx(timeline.makespan)
+    assert parts.seconds == pytest.approx(timeline.makespan)

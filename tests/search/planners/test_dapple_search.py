@@ -88,9 +88,9 @@ tasks = st.integers(1, 5).flatmap(
 def test_what_keeps_enough_ways_finds_the_best_of_all_cuts_and_copies(task):
     """The search itself leaves nothing out, and its bound only what cannot win."""
     best = min(evaluated(task, stages) for stages in every(task))
-    found = search(task, keep=200)[0]
-    assert found.seconds == pytest.approx(best)
-    assert evaluated(task, found.stages) == pytest.approx(found.seconds)
+    pipeline_of = search(task, keep=200)[0]
+    assert pipeline_of.seconds == pytest.approx(best)
+    assert evaluated(task, pipeline_of.stages) == pytest.approx(pipeline_of.seconds)
 
 
 def test_few_kept_ways_are_nearly_always_enough():
@@ -117,13 +117,13 @@ def test_over_several_nodes_latency_is_what_the_places_make_it(task, sizes):
     several = Task(
         task.costs, sizes, Network((0.0, 0.01), (0.02, 0.3), (0.01, 0.2)), task.micro_batches
     )
-    for found in search(several, keep=3):
-        assert evaluated(several, found.stages) == pytest.approx(found.seconds)
+    for pipeline_of in search(several, keep=3):
+        assert evaluated(several, pipeline_of.stages) == pytest.approx(pipeline_of.seconds)
         assert [
-            sum(column) for column in zip(*(place for *_, place in found.stages), strict=True)
+            sum(column) for column in zip(*(place for *_, place in pipeline_of.stages), strict=True)
         ] == list(sizes)
-        assert [stop for _, stop, _ in found.stages[:-1]] == [
-            start for start, *_ in found.stages[1:]
+        assert [stop for _, stop, _ in pipeline_of.stages[:-1]] == [
+            start for start, *_ in pipeline_of.stages[1:]
         ]
 
 
@@ -194,19 +194,19 @@ def test_of_vgg_19_in_two_stages_the_best_is_the_published_15_to_1_between_convo
     """DAPPLE's plan for configuration C (10 Gb/s), with its planner's own constants (P2P 1 GB/s,
     NCCL 3 GB/s) too.
     """
-    found = {
+    pipeline_of = {
         len(pipeline.stages): pipeline
         for pipeline in search(vgg_19(bandwidth, samples, collective), keep=2)
     }
-    assert [(start, stop, sum(place)) for start, stop, place in found[2].stages] == [
+    assert [(start, stop, sum(place)) for start, stop, place in pipeline_of[2].stages] == [
         (0, 21, 15),
         (21, 25, 1),
     ]
-    assert found[2].seconds < found[1].seconds
+    assert pipeline_of[2].seconds < pipeline_of[1].seconds
 
 
 def test_of_vgg_19_three_stages_are_a_little_better_by_the_formula_than_the_published_two():
     """Where we do not come out as published: 10 : 5 : 1 has 3 % less L on 10 Gb/s."""
-    found = {len(pipeline.stages): pipeline for pipeline in search(vgg_19(1.25e9), keep=2)}
-    assert [sum(place) for *_, place in found[3].stages] == [10, 5, 1]
-    assert found[2].seconds / found[3].seconds == pytest.approx(1.034, abs=0.002)
+    pipeline_of = {len(pipeline.stages): pipeline for pipeline in search(vgg_19(1.25e9), keep=2)}
+    assert [sum(place) for *_, place in pipeline_of[3].stages] == [10, 5, 1]
+    assert pipeline_of[2].seconds / pipeline_of[3].seconds == pytest.approx(1.034, abs=0.002)

@@ -24,7 +24,10 @@ def cluster_of(names, per_node=4, unit=10**9, bandwidth=1e9):
 
 def kinds(cluster, allocation):
     """The kinds in each virtual worker, as text."""
-    return ["".join(sorted(cluster.devices[rank].name for rank in own)) for own in allocation]
+    return [
+        "".join(sorted(cluster.devices[rank].name for rank in worker_devices))
+        for worker_devices in allocation
+    ]
 
 
 PAPER = cluster_of("VVVVRRRRGGGGQQQQ")
@@ -44,8 +47,10 @@ def test_the_papers_policies_make_its_virtual_workers():
 def test_every_allocation_uses_every_device_once_in_virtual_workers_of_equal_size():
     """Whatever the policy: the schedule has copies of equal length."""
     for _, allocation in allocations(PAPER, SPEEDS, 40):
-        assert sorted(rank for own in allocation for rank in own) == list(range(16))
-        assert len({len(own) for own in allocation}) == 1
+        assert sorted(rank for worker_devices in allocation for rank in worker_devices) == list(
+            range(16)
+        )
+        assert len({len(worker_devices) for worker_devices in allocation}) == 1
 
 
 def test_no_virtual_worker_has_more_devices_than_there_are_layers():
@@ -60,11 +65,16 @@ def test_virtual_workers_with_equal_devices_are_tried_in_every_order_alike():
     )
     all_orders = orders(PAPER, allocation, SPEEDS)
     names = {
-        tuple(PAPER.devices[rank].name for rank in own) for order in all_orders for own in order
+        tuple(PAPER.devices[rank].name for rank in worker_devices)
+        for order in all_orders
+        for worker_devices in order
     }
     assert names == set(permutations("VRGQ"))
     assert all(
-        len({tuple(PAPER.devices[rank].name for rank in own) for own in order}) == 1
+        len(
+            {tuple(PAPER.devices[rank].name for rank in worker_devices) for worker_devices in order}
+        )
+        == 1
         for order in all_orders
     )
 
@@ -84,21 +94,21 @@ def objective(profile, cluster, found):
     ends = list(accumulate(found.lengths, initial=0))
     slowest = 0.0
     for first in range(0, len(devices), stages):
-        own = devices[first : first + stages]
-        for stage, rank in enumerate(own):
+        worker_devices = devices[first : first + stages]
+        for stage, rank in enumerate(worker_devices):
             factor = KINDS[cluster.devices[0].name][1] / KINDS[cluster.devices[rank].name][1]
             layers = profile.layers[ends[stage] : ends[stage + 1]]
-            taken = factor * sum(
+            stage_s = factor * sum(
                 layer.seconds("forward", samples) + layer.seconds("backward", samples)
                 for layer in layers
             )
             if stage:
                 crossing = samples * profile.layers[ends[stage] - 1].output_bytes_per_sample
-                taken += cluster.transfer_seconds(crossing, own[stage - 1], rank)
+                stage_s += cluster.transfer_seconds(crossing, worker_devices[stage - 1], rank)
             if stage + 1 < stages:
                 crossing = samples * layers[-1].output_bytes_per_sample
-                taken += cluster.transfer_seconds(crossing, rank, own[stage + 1])
-            slowest = max(slowest, taken)
+                stage_s += cluster.transfer_seconds(crossing, rank, worker_devices[stage + 1])
+            slowest = max(slowest, stage_s)
     return found.micro_batches * slowest / (len(devices) // stages)
 
 
@@ -151,15 +161,15 @@ def test_early_stages_stand_where_the_memory_is(profile_of):
 def test_as_many_are_in_flight_as_fit(profile_of):
     """N_m falls where memory does not hold p of them."""
     profile = profile_of([1e-3] * 4, activation=1000.0, parameters=1, output=1.0)
-    asked = {
+    options = {
         "planner": "hetpipe",
         "stages": 4,
         "micro_batches": 1,
         "asynchronous": True,
         "recompute": "never",
     }
-    roomy = plan(profile, cluster_of("VVVV", 4, unit=10**6), 4, **asked)
-    tight = plan(profile, cluster_of("VVVV", 4, unit=1_000), 4, **asked)
+    roomy = plan(profile, cluster_of("VVVV", 4, unit=10**6), 4, **options)
+    tight = plan(profile, cluster_of("VVVV", 4, unit=1_000), 4, **options)
     assert dict(roomy.schedule_options)["in_flight"] == 4
     assert dict(tight.schedule_options)["in_flight"] < 4
 

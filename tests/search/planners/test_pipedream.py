@@ -155,15 +155,15 @@ def test_where_a_cut_for_time_does_not_fit_it_is_cut_within_memory(profile_of):
     stage.
     """
     profile = profile_of([1e-3] * 4, activation=[100, 10_000, 100, 100], parameters=1, output=1)
-    asked = {
+    options = {
         "planner": "pipedream",
         "stages": 2,
         "max_replicas": 1,
         "micro_batches": 4,
         "recompute": "never",
     }
-    roomy = plan(profile, cluster_of(2), 16, **asked)
-    tight = plan(profile, cluster_of(2, memory=50_000), 16, **asked)
+    roomy = plan(profile, cluster_of(2), 16, **options)
+    tight = plan(profile, cluster_of(2, memory=50_000), 16, **options)
     assert (roomy.lengths, tight.lengths) == ((2, 2), (1, 3))
 
 

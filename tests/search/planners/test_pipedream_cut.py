@@ -73,14 +73,14 @@ def parts(rows):
     return tuple(Part(*row[:3], parts(row[3]) if len(row) > 3 else ()) for row in rows)
 
 
-def slowest(costs, found, levels, form):
+def slowest(costs, best, levels, form):
     """The slowest stage or link, written out once more from the definitions, without any dynamic
     programming.
     """
     bandwidth, below = levels[-1][1], levels[:-1]
     last = len(costs) - 1
     times = []
-    for i, part in enumerate(found):
+    for i, part in enumerate(best):
         m = part.replicas
         weights = sum(costs.parameter_bytes[part.start : part.stop])
         own = (
@@ -264,19 +264,21 @@ def test_within_memory_the_cut_is_the_best_of_those_whose_stages_hold_no_more(
     holds what is worked on besides.
     """
 
-    def fits(found):
+    def fits(best):
         left = components
-        for part in found:
+        for part in best:
             left -= part.replicas
             waiting = -(-left // part.replicas)
-            weights, kept = (
+            weights, activations = (
                 sum(sizes[part.start : part.stop])
                 for sizes in (costs.parameter_bytes, costs.activation_bytes)
             )
-            held = waiting * (weights + kept)
+            stage_bytes = waiting * (weights + activations)
             if form == "paper":
-                held = (waiting + 1) * kept + weights * (2 + (waiting + 1 if stash else 1))
-            if held > memory:
+                stage_bytes = (waiting + 1) * activations + weights * (
+                    2 + (waiting + 1 if stash else 1)
+                )
+            if stage_bytes > memory:
                 return False
         return True
 
@@ -286,11 +288,11 @@ def test_within_memory_the_cut_is_the_best_of_those_whose_stages_hold_no_more(
         with pytest.raises(PlanError, match="and a component has"):
             hierarchical_cut(costs, [Level(components, 2.0)], rules)
         return
-    found = hierarchical_cut(costs, [Level(components, 2.0)], rules)
-    assert found.slowest_s == pytest.approx(
+    best = hierarchical_cut(costs, [Level(components, 2.0)], rules)
+    assert best.slowest_s == pytest.approx(
         min(slowest(costs, cut, [(components, 2.0)], form) for cut in every)
     )
-    assert fits(found.parts)
+    assert fits(best.parts)
 
 
 def test_a_straight_pipeline_on_more_devices_than_layers_is_refused():

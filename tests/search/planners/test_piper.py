@@ -26,14 +26,16 @@ def tps(request, micro_batches, lengths, copies, recompute):
         if micro_batches % d:
             return math.inf
         weights = sum(layer.parameter_bytes for layer in costs.layers[a:b])
-        kept = samples * sum(layer.activation_bytes_per_sample for layer in costs.layers[a:b])
-        held = 3 * weights
+        activations = samples * sum(
+            layer.activation_bytes_per_sample for layer in costs.layers[a:b]
+        )
+        stage_bytes = 3 * weights
         in_flight = math.ceil((len(lengths) - stage) / d)
         first = samples * (
             costs.input_bytes_per_sample if a == 0 else costs.layers[a - 1].output_bytes_per_sample
         )
-        held += kept + in_flight * first if recompute else in_flight * kept
-        if held > room:
+        stage_bytes += activations + in_flight * first if recompute else in_flight * activations
+        if stage_bytes > room:
             return math.inf
         work = sum(total[a:b]) + (sum(forward[a:b]) if recompute else 0.0)
         slowest = max(

@@ -28,14 +28,16 @@ def held(profile, shape):
     ends = list(accumulate(shape.lengths, initial=0))
     parts = [profile.layers[a:b] for a, b in pairwise(ends)]
     weights = max(sum(layer.parameter_bytes for layer in part) for part in parts)
-    kept = max(
+    activations = max(
         shape.micro_batch * sum(layer.activation_bytes_per_sample for layer in part)
         for part in parts
     )
     inputs = max(
         (shape.micro_batch * part[-1].output_bytes_per_sample for part in parts[:-1]), default=0.0
     )
-    return 4 * weights + (1 if shape.recompute else shape.depth) * kept + shape.depth * inputs
+    return (
+        4 * weights + (1 if shape.recompute else shape.depth) * activations + shape.depth * inputs
+    )
 
 
 def taken(profile, cluster, shape):
@@ -76,9 +78,9 @@ def profile(profile_of):
 def test_time_and_memory_are_the_papers_cost_functions(profile, memory):
     """Section 3.3, written out once more."""
     cluster = cluster_of(8, per_node=4, memory=memory)
-    found = list(shapes(PlanRequest(profile, cluster, 128)))
-    assert {shape.width * shape.depth for shape in found} == {8}
-    for shape in found:
+    candidates = list(shapes(PlanRequest(profile, cluster, 128)))
+    assert {shape.width * shape.depth for shape in candidates} == {8}
+    for shape in candidates:
         assert shape.seconds == pytest.approx(taken(profile, cluster, shape))
         assert shape.bytes == pytest.approx(held(profile, shape))
         assert shape.bytes <= memory

@@ -69,15 +69,17 @@ def random_layers(draw) -> Layers:
 @given(random_layers(), st.integers(0, 60), st.sampled_from([0.0, 0.5, 1.0, 3.0]))
 def test_the_choice_takes_the_least_of_all_that_fit(layers, room, weight):
     """Where nothing fits, no choice comes nearer."""
-    found, fits = min_time_recompute(layers, lambda bounds: room - weight * bounds)
-    seconds, kept, back = held(layers, found)
+    chosen_segments, fits = min_time_recompute(layers, lambda bounds: room - weight * bounds)
+    seconds, kept, back = held(layers, chosen_segments)
     fitting = [
         s
         for s, k, b in (held(layers, choice) for choice in every_choice(layers))
         if k + weight * b <= room
     ]
     assert fits is bool(fitting)
-    assert all(a[1] <= b[0] for a, b in pairwise(found)), "segments in order, none over another"
+    assert all(a[1] <= b[0] for a, b in pairwise(chosen_segments)), (
+        "segments in order, none over another"
+    )
     if fits:
         assert kept + weight * back <= room
         assert seconds == min(fitting)
@@ -101,9 +103,9 @@ def test_layers_alike_are_cut_where_little_comes_back():
         frozenset({0}),
     )
     for room, again in ((17 * 12, 0), (17 * 6 + 6 + 16, 6), (12 + 16, 12)):
-        found, fits = min_time_recompute(layers, lambda bounds, room=room: room - bounds)
+        chosen_segments, fits = min_time_recompute(layers, lambda bounds, room=room: room - bounds)
         assert fits
-        assert held(layers, found)[0] == again
+        assert held(layers, chosen_segments)[0] == again
     assert min_time_recompute(layers, lambda bounds: 12 + 15 - bounds)[1] is False
 
 
@@ -120,8 +122,8 @@ def test_a_hundred_layers_of_different_seconds_are_within_the_rounding():
         lambda i, j: 0.0,
         frozenset({0}),
     )
-    found, fits = min_time_recompute(layers, lambda bounds: numbers.sum() / 2 - bounds)
-    seconds, kept, _ = held(layers, found)
+    chosen_segments, fits = min_time_recompute(layers, lambda bounds: numbers.sum() / 2 - bounds)
+    seconds, kept, _ = held(layers, chosen_segments)
     assert fits
     assert kept <= numbers.sum() / 2
     assert seconds <= numbers.sum() / 2 * 1.02

@@ -10,17 +10,17 @@ from penstock.study.convergence.experiment import Experiment
 
 def cases_of(**settings):
     """The cases of a small question on digits."""
-    found, refused = Experiment(
+    selected, refused = Experiment(
         **{"tasks": ("digits",), "depths": (4,), "seeds": 2, **settings}
     ).cases()
     assert refused == []
-    return found
+    return selected
 
 
 def test_flush_is_run_with_every_optimizer_that_another_rule_needs():
     """XPipe's formulas are Adam's: it is held against flush with Adam."""
-    found = {(case.rule, case.optimizer) for case in cases_of(rules=("stash", "xpipe"))}
-    assert found == {("flush", "sgd"), ("flush", "adam"), ("stash", "sgd"), ("xpipe", "adam")}
+    selected = {(case.rule, case.optimizer) for case in cases_of(rules=("stash", "xpipe"))}
+    assert selected == {("flush", "sgd"), ("flush", "adam"), ("stash", "sgd"), ("xpipe", "adam")}
 
 
 def test_cases_of_one_seed_come_together_and_differ_in_rule_alone():
@@ -33,12 +33,12 @@ def test_cases_of_one_seed_come_together_and_differ_in_rule_alone():
 
 def test_micro_batches_are_as_few_as_each_rule_takes():
     """Gradients are oldest with one; double buffers need one for each stage."""
-    found = {
+    selected = {
         case.rule: case.micro_batches
         for case in cases_of(rules=("stash", "double-buffer", "none"))
         if case.rule != "flush"
     }
-    assert found == {"stash": 1, "double-buffer": 4, "none": 1}
+    assert selected == {"stash": 1, "double-buffer": 4, "none": 1}
     assert {case.micro_batches for case in cases_of(rules=("stash",), micro_batches="stages")} == {
         4
     }
@@ -65,10 +65,10 @@ def test_epochs_may_be_fractions_and_all_batches_are_whole():
 
 def test_annealing_is_scaled_to_the_length_of_the_run():
     """PipeMare's learning rates would otherwise never come back, or at once."""
-    found = next(
+    selected = next(
         case for case in cases_of(rules=("pipemare",), epochs=1) if case.rule == "pipemare"
     )
-    assert found.options == (("annealing", 11.0),)
+    assert selected.options == (("annealing", 11.0),)
 
 
 def test_keys_differ_where_anything_differs():

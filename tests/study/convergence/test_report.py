@@ -10,17 +10,19 @@ from penstock.study.convergence.report import HEAD, markdown, page, rows, text
 
 def test_a_row_has_what_was_run_what_came_of_it_and_the_verdict(results):
     """All columns of the rule that loses."""
-    found = {(row[0], row[1]): dict(zip(HEAD, row, strict=True)) for row in rows(results, "digits")}
-    row = found["stash", "4"]
+    row_of = {
+        (row[0], row[1]): dict(zip(HEAD, row, strict=True)) for row in rows(results, "digits")
+    }
+    row = row_of["stash", "4"]
     assert row["test"] == "91.0 %"
     assert row["range"] == "90.0 % to 92.0 %"
     assert row["to flush"] == "\N{MINUS SIGN}6.0"
     assert row["simulated"] == "100.0 ms"
     assert row["speed-up"] == "2.00 x"
     assert row["conclusion"] == "loses"
-    assert found["none", "4"]["conclusion"] == "1 of 3 runs failed"
-    assert found["none", "4"]["speed-up"] == "never"
-    assert found["flush", "2"]["conclusion"] == "the baseline"
+    assert row_of["none", "4"]["conclusion"] == "1 of 3 runs failed"
+    assert row_of["none", "4"]["speed-up"] == "never"
+    assert row_of["flush", "2"]["conclusion"] == "the baseline"
 
 
 def test_flush_comes_first_and_rules_in_the_order_asked_for(results):
@@ -43,16 +45,16 @@ def test_what_was_left_out_or_failed_or_is_missing_is_said(results):
         failed=(("a case", "no room"),),
         missing=3,
     )
-    said = text(gaps)
-    assert "Left out: wpipe at 2 stages on digits: it needs 2 ranks" in said
-    assert "Failed: a case: no room" in said
-    assert "Not finished: 3 cases have no record yet." in said
+    report = text(gaps)
+    assert "Left out: wpipe at 2 stages on digits: it needs 2 ranks" in report
+    assert "Failed: a case: no room" in report
+    assert "Not finished: 3 cases have no record yet." in report
 
 
 def test_the_page_shows_its_figures_and_conditions(results):
     """A figure without its conditions is an advertisement."""
-    said = page(results, ["digits-final.png", "gpt-final.png"])
-    assert "![digits-final.png](digits-final.png)" in said
-    assert "gpt-final" not in said
-    assert "vgg11_bn (width 8, dropout 0.0) on digits" in said
-    assert "messages take no time" in said
+    report = page(results, ["digits-final.png", "gpt-final.png"])
+    assert "![digits-final.png](digits-final.png)" in report
+    assert "gpt-final" not in report
+    assert "vgg11_bn (width 8, dropout 0.0) on digits" in report
+    assert "messages take no time" in report

@@ -12,19 +12,22 @@ from penstock.study.convergence.experiment import Group
 
 def test_sentences_say_which_rules_lose_and_at_which_depths(results):
     """The study's whole point, in words made from the numbers."""
-    said = list(results.sentences("digits"))
-    assert said[0].startswith(
+    sentences = list(results.sentences("digits"))
+    assert sentences[0].startswith(
         "stash (sgd): at 2 stages as good as flush, within the spread over seeds"
     )
     assert (
-        "at 4 stages worse than flush (\N{MINUS SIGN}6.0 points, 91.0 % against 97.0 %)." in said[0]
+        "at 4 stages worse than flush (\N{MINUS SIGN}6.0 points, 91.0 % against 97.0 %)."
+        in sentences[0]
     )
     assert (
         "at 4 stages not every run trains (1 of 3 runs: seed 0 diverged, loss no number at batch 10)."
-        in said[1]
+        in sentences[1]
     )
-    assert said[2] == "At 2 stages stash, none: as good as flush, within the spread over seeds."
-    assert said[3] == "At 4 stages stash: worse than flush; none: not every run trains."
+    assert (
+        sentences[2] == "At 2 stages stash, none: as good as flush, within the spread over seeds."
+    )
+    assert sentences[3] == "At 4 stages stash: worse than flush; none: not every run trains."
 
 
 def test_rules_are_held_against_flush_with_the_same_optimizer(results, runs):

@@ -40,10 +40,10 @@ def test_an_interrupt_loses_nothing_that_was_done(learning, run, tmp_path):
         run_cases(cases, RecordFile(tmp_path), 1, lambda ended: None)
     assert learning == [0, 1, 9]
     learning.clear()
-    told = []
-    assert run_cases([cases[0], cases[1], cases[3]], RecordFile(tmp_path), 1, told.append) == []
+    reported = []
+    assert run_cases([cases[0], cases[1], cases[3]], RecordFile(tmp_path), 1, reported.append) == []
     assert learning == [3]
-    assert [record.case.seed for record in told] == [3]
+    assert [record.case.seed for record in reported] == [3]
 
 
 def test_a_case_that_fails_is_named_and_the_others_run(learning, run, tmp_path):
@@ -77,10 +77,10 @@ def test_cases_in_processes_come_out_as_they_do_here(tmp_path):
     cases, _ = Experiment(
         tasks=("digits",), rules=("stash",), depths=(2,), seeds=1, most_batches=3
     ).cases()
-    found = []
+    records = []
     for jobs in (1, 2):
         notebook = RecordFile(tmp_path / str(jobs))
         assert run_cases(cases, notebook, jobs, lambda ended: None) == []
-        found.append([replace(record, seconds=0.0) for record in notebook.of(cases)])
-    assert len(found[0]) == 2
-    assert found[0] == found[1]
+        records.append([replace(record, seconds=0.0) for record in notebook.of(cases)])
+    assert len(records[0]) == 2
+    assert records[0] == records[1]

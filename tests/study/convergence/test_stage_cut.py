@@ -37,8 +37,11 @@ def test_looking_up_a_vector_is_not_a_multiplication():
 ])  # fmt: skip
 def test_the_studys_own_cuts_stay_what_they_are(task, stages, lengths):
     """Records of an earlier study are compared with later ones."""
-    made = make_task(TASKS[task].settings)
-    assert cut_into_stages(chain(made.model), made.data.train_inputs, stages) == lengths
+    task_of_name = make_task(TASKS[task].settings)
+    assert (
+        cut_into_stages(chain(task_of_name.model), task_of_name.data.train_inputs, stages)
+        == lengths
+    )
 
 
 def test_more_stages_than_layers_are_refused():

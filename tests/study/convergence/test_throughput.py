@@ -40,7 +40,11 @@ def test_flush_is_fastest_with_many_micro_batches_when_calls_cost_nothing_and_wi
 
 def test_staleness_and_versions_are_counted_in_the_programs():
     """PipeDream's own: p - 1 - s updates, p - s versions."""
-    found = throughput(CASE, profile_of(0.0, 1 / 32), [1, 1, 1, 1], 0.5)
-    assert (found.staleness, found.versions, found.measured_s) == ((3, 2, 1, 0), (4, 3, 2, 1), 0.5)
+    result = throughput(CASE, profile_of(0.0, 1 / 32), [1, 1, 1, 1], 0.5)
+    assert (result.staleness, result.versions, result.measured_s) == (
+        (3, 2, 1, 0),
+        (4, 3, 2, 1),
+        0.5,
+    )
     double = replace(CASE, rule="double-buffer", schedule="2bw", micro_batches=4)
     assert throughput(double, profile_of(0.0, 1 / 32), [1, 1, 1, 1], None).versions == (2, 2, 2, 2)

@@ -155,13 +155,13 @@ class TestHuggingFace:
 
     def test_a_config_file_is_a_model_with_random_weights(self, tmp_path):
         """They depend on the seed; options change the configuration."""
-        made = self.make(self.write(tmp_path), n_layer=1)
-        assert len(made.network.transformer.h) == 1
-        tokens = made.data.train_inputs[:2]
-        loss = made.loss(made.network(tokens), made.data.train_targets[:2])
+        source_model = self.make(self.write(tmp_path), n_layer=1)
+        assert len(source_model.network.transformer.h) == 1
+        tokens = source_model.data.train_inputs[:2]
+        loss = source_model.loss(source_model.network(tokens), source_model.data.train_targets[:2])
         assert loss.shape == ()
         again = self.make(self.write(tmp_path), n_layer=1)
-        weight = made.network.transformer.wte.weight
+        weight = source_model.network.transformer.wte.weight
         assert torch.equal(weight, again.network.transformer.wte.weight)
 
     def test_an_encoder_that_sees_the_next_token_is_refused(self, tmp_path):
@@ -176,10 +176,10 @@ class TestHuggingFace:
         tokens, classes = torch.arange(24).reshape(4, 6), torch.tensor([0, 1, 2, 1])
         rows = (tokens, classes)
         data = Dataset("mine", *rows, *rows, classes=3, task="classify", description="")
-        made = parse_model(self.write(tmp_path, **BERT)).make(data, {}, 0)
-        assert type(made.network).__name__ == "BertForSequenceClassification"
-        assert made.network(tokens).logits.shape == (4, 3)
-        assert made.loss(made.network(tokens), classes).shape == ()
+        source_model = parse_model(self.write(tmp_path, **BERT)).make(data, {}, 0)
+        assert type(source_model.network).__name__ == "BertForSequenceClassification"
+        assert source_model.network(tokens).logits.shape == (4, 3)
+        assert source_model.loss(source_model.network(tokens), classes).shape == ()
         with pytest.raises(
             SettingError, match="data mine has 24: set --model-option vocab_size=24"
         ):

@@ -4,13 +4,13 @@ figures.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from penstock.cluster.local import available_cores
 from penstock.draw.output import write
 from penstock.errors import RunError
 from penstock.files.text import one_line
@@ -114,7 +114,7 @@ class Study:
         """Time batches of the cases that have no more ranks than the host has cores, one case after
         the other, and return those that failed.
         """
-        cores = available_cores()
+        cores = len(os.sched_getaffinity(0))
         failed = []
         for group, case in case_of_group.items():
             if group in record_file.measured or not 1 < case.programs.ranks <= cores:
