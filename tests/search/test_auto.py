@@ -25,7 +25,8 @@ def every_way(profile, cluster, batch, names=BASIC, recompute=("never",)):
     """
     link = cluster.between
     for stages in range(1, min(cluster.ranks, len(profile)) + 1):
-        for m in (m for m in MICRO_BATCHES if m <= batch):
+        # With other numbers micro-batches have two sizes, which these costs do not tell apart.
+        for m in (m for m in MICRO_BATCHES if batch % m == 0):
             lengths = partition(
                 profile,
                 stages,
