@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import warnings
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from penstock.batches.batch import make_batch
@@ -252,6 +254,20 @@ def test_a_torch_loss_of_weight_zero_or_of_several_numbers_is_not_taken_as_it_is
     whole = StageLoss(lambda output, target: (output - target).square(), CPU)
     with pytest.raises(SettingError, match=r"the loss must be one number, .* is \(4, 3\)"):
         whole.of(batch_of(x, x, 1), 0, x.clone().requires_grad_(), [])
+
+
+@pytest.mark.parametrize(
+    ("convert", "kind"),
+    [(float, "float"), (Tensor.numpy, "ndarray"), (lambda loss: None, "NoneType")],
+)
+def test_a_loss_that_is_no_tensor_is_refused_without_a_warning(convert, kind):
+    """A warning about micro-batches before it would send the reader the wrong way."""
+    x = torch.randn(4, 3)
+    stage_loss = StageLoss(lambda output, target: convert(output.detach().mean()), CPU)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(SettingError, match=rf"this one is {kind}, .* Return the tensor itself"):
+            stage_loss.of(batch_of(x, x), 0, x[:2].clone().requires_grad_(), [])
 
 
 def test_targets_of_a_micro_batch_are_its_tensors():

@@ -44,11 +44,11 @@ def stage_of(*layers, index=4, borrowed=(), loss_on="micro_batch"):
     )
 
 
-def batch_with(losses=(), *, step=3, training=True, keeps_outputs=False):
+def batch_with(losses=(), *, step=3, training=True, keeps_outputs=False, targets=None):
     """Return a batch whose micro-batches have these losses."""
     numbers = {number: torch.tensor(value) for number, value in losses}
     return SimpleNamespace(
-        step=step, training=training, keeps_outputs=keeps_outputs, losses=numbers
+        step=step, training=training, keeps_outputs=keeps_outputs, losses=numbers, targets=targets
     )
 
 
@@ -76,6 +76,26 @@ def test_a_loss_is_checked_when_its_micro_batch_has_been_computed(value, loss_on
     assert check.has_nonfinite
     check.reset()
     assert not check.has_nonfinite
+
+
+@pytest.mark.parametrize(
+    ("target", "padding"),
+    [
+        (torch.tensor([-100, -100]), True),
+        ((torch.tensor([1, 2]), {"mask": torch.tensor([False])}), True),
+        (torch.tensor([-100, 1]), False),
+        (torch.tensor([-100.0]), False),
+        (torch.tensor([], dtype=torch.int64), False),
+    ],
+)
+def test_a_nan_of_a_micro_batch_in_which_no_target_counts_is_said_to_be_one(target, padding):
+    """A lower learning rate does not help where a mean over no targets is 0 / 0."""
+    batch = batch_with([(1, NAN)], targets=[None, target])
+    with pytest.raises(NonFinite, match="the loss of micro-batch 1 is nan") as caught:
+        check_of().after_loss(stage_of(nn.Linear(1, 1)), batch, 1, "4F1")
+    assert ("all its targets are -100 or False" in str(caught.value)) == padding
+    assert ("loss_on='batch'" in str(caught.value)) == padding
+    assert ("Lower the learning rate" in str(caught.value)) != padding
 
 
 @pytest.mark.parametrize("state", [{"training": False}, {"keeps_outputs": True}])

@@ -50,7 +50,7 @@ class AdditivityTest:
 
         Raises:
             ReturnsCount: the loss returns (sum, count).
-            SettingError: the losses do not add up in any known way.
+            SettingError: the losses do not add up in any known way, or the loss is not one number.
         """
         weightings: dict[Joined, Weighting] = {}
         for view in views:
@@ -68,7 +68,7 @@ class AdditivityTest:
             if has_counts:
                 weights["counts"] = _divisor_weights(view)
             readings = view.readings(brief=brief)
-        except ReturnsCount:
+        except (ReturnsCount, SettingError):
             raise
         except Draws:
             self._warn("draws random numbers, others for each part of a batch")

@@ -204,10 +204,16 @@ def one_number(loss: Any) -> Tensor:
     Raises:
         SettingError: it is not a tensor, or has several elements.
     """
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+    if not isinstance(loss, Tensor):
+        kind = type(loss).__name__
+        raise SettingError(
+            "the loss must be a tensor of one number, such as the mean over the samples it is "
+            f"given; this one is {kind}, which has no gradient. Return the tensor itself, without "
+            "float(), item() or numpy()"
+        )
+    if loss.numel() != 1:
         raise SettingError(
             "the loss must be one number, such as the mean over the samples it is given; this one "
-            f"is {shape}"
+            f"is {tuple(loss.shape)}"
         )
     return loss.reshape(()) if loss.dim() else loss

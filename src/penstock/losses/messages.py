@@ -140,3 +140,12 @@ NO_GRAPH = (
     "would be trained; plain PyTorch raises in loss.backward(). Compute the loss from the output "
     "with functions of torch that have a gradient"
 )
+
+#: Cause of a NaN in the loss of a micro-batch of which no target counts, and what to do.
+NO_TARGETS = "all its targets are -100 or False, as in padding"
+NO_TARGETS_ADVICE = (
+    "A mean over no targets is 0 / 0, and the rest of the loss is divided by something else, so "
+    "that no weight of this micro-batch is right. Pipeline(loss_on='batch') computes the loss once "
+    "on the outputs of the whole batch; fewer micro-batches or another order of the samples leave "
+    "targets in each of them"
+)

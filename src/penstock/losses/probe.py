@@ -20,6 +20,7 @@ from torch import Tensor
 
 from penstock.batches.splitting import join
 from penstock.errors import SettingError
+from penstock.losses.call import one_number
 from penstock.losses.graph import Nonlinearity, nonlinear_in_batch, nonlinearities
 from penstock.losses.terms import is_float
 from penstock.values.structure import map_tensors, tensors_of
@@ -323,6 +324,7 @@ def _evaluate(loss: Loss, output: Any, target: Any) -> _Evaluation:
 
     Raises:
         ReturnsCount: the loss returns (sum, count).
+        SettingError: it returns neither that nor a tensor of one number.
     """
     leaves: list[Tensor] = []
 
@@ -335,12 +337,13 @@ def _evaluate(loss: Loss, output: Any, target: Any) -> _Evaluation:
     value = loss(map_tensors(as_leaf, output), clone_tensors(target))
     if isinstance(value, tuple):
         raise ReturnsCount
+    value = one_number(value)
     gradients: Sequence[Tensor | None] = [None] * len(leaves)
     functions: list[Nonlinearity] = []
-    if isinstance(value, Tensor) and value.requires_grad:
+    if value.requires_grad:
         functions = nonlinearities(value, leaves)
         if leaves:
-            gradients = torch.autograd.grad(value.sum(), leaves, allow_unused=True)
+            gradients = torch.autograd.grad(value, leaves, allow_unused=True)
     filled = [
         torch.zeros_like(leaf) if gradient is None else gradient
         for leaf, gradient in zip(leaves, gradients, strict=True)

@@ -21,12 +21,14 @@ from torch import Tensor, nn
 
 from penstock.batches.batch import Batch
 from penstock.errors import NonFinite
+from penstock.losses.messages import NO_TARGETS, NO_TARGETS_ADVICE
 from penstock.optim.clipping import gradient_norms, norms_of
 from penstock.option import OnNonfinite
 from penstock.schedule.op import Op
 from penstock.stage.gradient_probe import GradientProbe
 from penstock.stage.stage import Stage
 from penstock.values.sharded import local_part
+from penstock.values.structure import tensors_of
 
 _LOGGER = logging.getLogger("penstock")
 
@@ -120,8 +122,10 @@ class FiniteCheck:
             pending = _Pending(loss, f"the loss of micro-batch {number}", number)
             self._losses.setdefault(stage.index, []).append(pending)
         elif not math.isfinite(value := loss.item()):
-            text = f"the loss of micro-batch {number} is {value}"
-            self._report(text, stage.index, op, number)
+            text, advice = f"the loss of micro-batch {number} is {value}", _ADVICE
+            if math.isnan(value) and _has_only_padding(batch, number):
+                text, advice = f"{text}, for {NO_TARGETS}", NO_TARGETS_ADVICE
+            self._report(text, stage.index, op, number, advice)
 
     def after_backward(self, stage: Stage, batch: Batch, number: int) -> None:
         """Probe the gradients of a stage after a micro-batch. Arguments as for `after_loss`."""
@@ -218,7 +222,9 @@ class FiniteCheck:
                 message += f". {_ADVICE}"
             checks.add(flag, message, report)
 
-    def _report(self, text: str, stage: int, op: Op, micro_batch: int | None) -> None:
+    def _report(
+        self, text: str, stage: int, op: Op, micro_batch: int | None, advice: str = _ADVICE
+    ) -> None:
         """Raise, or log a line per step.
 
         Args:
@@ -226,10 +232,11 @@ class FiniteCheck:
             stage: index of the stage.
             op: the op that showed it.
             micro_batch: where it comes from; None if that is unknown.
+            advice: what to do, for the error.
         """
         self.has_nonfinite = True
         if self.policy == "raise":
-            cause = f"{text}; this stage was not updated with it. {_ADVICE}"
+            cause = f"{text}; this stage was not updated with it. {advice}"
             raise NonFinite(self.rank, stage, str(op), self._step, cause, micro_batch)
         if self._logged_step != self._step:
             self._logged_step = self._step
@@ -237,6 +244,16 @@ class FiniteCheck:
             _LOGGER.warning(
                 "rank %d (stage %d), step %d: %s; %s", self.rank, stage, self._step, text, result
             )
+
+
+def _has_only_padding(batch: Batch, number: int) -> bool:
+    """Return whether a tensor among the targets of a micro-batch is -100, or False, throughout."""
+    targets = [] if batch.targets is None else tensors_of(batch.targets[number])
+    for target in targets:
+        padding = {torch.int64: -100, torch.bool: False}.get(target.dtype)
+        if padding is not None and target.numel() and bool((target == padding).all()):
+            return True
+    return False
 
 
 def _small_parameter(stage: Stage) -> nn.Parameter | None:
