@@ -27,6 +27,18 @@ def test_against_draws_another_schedule_below(penstock, tmp_path):
         assert all(name in target.read_text() for name in ("1f1b", "zb-h1", "gpipe"))
 
 
+def test_against_takes_a_schedule_that_is_computed_from_the_costs(penstock):
+    """It has one stage per rank, of the costs that the flags give."""
+    out = penstock("draw", *SMALL, "--forward", "1,1.2,1,1", "--against", "synthesised").out
+    assert sum(line.startswith("rank ") for line in out.splitlines()) == 8
+    assert "synthesised takes " in out
+    out = penstock(
+        *("draw", "--schedule", "interleaved", "--stages", 4, "--micro-batches", 4),
+        *("--against", "zb-auto"),
+    ).out
+    assert sum(line.startswith("rank ") for line in out.splitlines()) == 4
+
+
 def test_another_number_of_stages_shares_out_the_same_costs(penstock):
     """ZB-V has two stages on a rank, of half a rank's layers each."""
     out = penstock("draw", *SMALL, "--against", "zb-v").out

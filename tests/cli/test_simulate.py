@@ -113,6 +113,10 @@ def test_simulate_tells_who_holds_the_memory_at_its_peak(penstock):
             (4 + 1) * 3,
         ),
         (
+            ("--schedule", "1f1b", "--stages", 2, "--micro-batches", 8, "--option", "replicas=2,1"),
+            1 + 8 * 3 + 2,
+        ),
+        (
             (
                 "--schedule",
                 "1f1b",

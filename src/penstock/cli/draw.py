@@ -199,6 +199,7 @@ def _schedule_timelines(
         SettingError: `batches` is given, and no schedule is asynchronous.
     """
     from penstock.search.schedule_figures import schedule_for_ranks
+    from penstock.search.schedules import schedule
     from penstock.simulate.simulate import simulate_schedule
     from penstock.simulate.weight_versions import with_versions
     from penstock.verify.verify import verify
@@ -206,7 +207,11 @@ def _schedule_timelines(
 
     schedules: list[tuple[Schedule, str | None]] = [(first, weights)]
     for other_name in against:
-        other = schedule_for_ranks(other_name, first.ranks, first.micro_batches)
+        if options.needs_costs(other_name):
+            ranks, stage_costs = first.ranks, _costs_for_stages(costs, first.stages, first.ranks)
+            other = schedule(other_name, ranks, first.micro_batches, costs=stage_costs)
+        else:
+            other = schedule_for_ranks(other_name, first.ranks, first.micro_batches)
         schedules.append((other, None))
     if not any(candidate.stream for candidate, _ in schedules):
         options.with_batches(first, batches)  # raises SettingError if --batches is set

@@ -21,7 +21,8 @@ def report(
     out: Annotated[
         Path | None,
         typer.Option(
-            help="HTML file to write; default: report.html in the run's folder or beside the plan."
+            help="HTML file to write; default: report.html in the run's folder, or "
+            "PLAN-report.html beside the plan."
         ),
     ] = None,
     markdown: Annotated[

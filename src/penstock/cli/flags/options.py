@@ -74,7 +74,8 @@ ScheduleOption = Annotated[
     typer.Option(
         "--option",
         metavar="NAME=VALUE",
-        help="Option of the schedule, such as slices=4 or replicas=2; repeatable.",
+        help="Option of the schedule, such as slices=4, or replicas=2,1,1 with one number per stage; "
+        "repeatable.",
     ),
 ]
 Weights = Annotated[
@@ -188,25 +189,35 @@ def resolve_schedule(
         from penstock.schedule.torch_csv.files import read_csv
 
         return read_csv(csv)
-    needs_costs = name is not None and _needs_costs(name)
-    if name is None or (stages is None and not needs_costs):
+    from_costs = name is not None and needs_costs(name)
+    if name is None or (stages is None and not from_costs):
         raise SettingError(
             "name a schedule: --schedule 1f1b --stages 4 --micro-batches 8, or --csv FILE"
         )
-    if needs_costs and costs is None:
+    if from_costs and costs is None:
         raise SettingError(
             f"{name} is optimised for given costs: use `penstock simulate` or `penstock draw`, "
             "which take them as --forward 1,2,1"
         )
     from penstock.search.schedules import schedule
 
-    schedule_options = named_values("option", option)
-    if needs_costs:
+    schedule_options = {
+        key: _whole_numbers(value) for key, value in named_values("option", option).items()
+    }
+    if from_costs:
         schedule_options["costs"] = costs
     return schedule(name, stages, 1 if micro_batches is None else micro_batches, **schedule_options)
 
 
-def _needs_costs(name: str) -> bool:
+def _whole_numbers(value: Any) -> Any:
+    """Return a text such as `2,1,1` as a list of whole numbers; any other value as it is."""
+    words = value.split(",") if isinstance(value, str) else ()
+    if len(words) > 1 and all(word.strip().isdecimal() for word in words):
+        return [int(word) for word in words]
+    return value
+
+
+def needs_costs(name: str) -> bool:
     """Whether a schedule is optimised for given costs; False for unknown names."""
     from penstock.search.schedules import schedules
 
