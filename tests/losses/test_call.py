@@ -153,15 +153,15 @@ def test_tensors_of_a_loss_are_moved_and_the_callers_stay():
 
 
 def test_a_loss_is_one_number_of_any_shape():
-    """Others are refused with their shape or type."""
+    """Others are refused with their shape or type; a number of Python has no gradient."""
     for shape in ((), (1,), (1, 1)):
         assert one_number(torch.full(shape, 3.0)).shape == ()
     for loss, words in (
-        (torch.ones(2, 1), r"\(2, 1\)"),
-        (3.0, "float"),
-        (torch.ones(0), r"\(0,\)"),
+        (torch.ones(2, 1), r"\(2, 1\)$"),
+        (3.0, "float, which has no gradient. Return the tensor itself"),
+        (torch.ones(0), r"\(0,\)$"),
     ):
-        with pytest.raises(SettingError, match=f"this one is {words}$"):
+        with pytest.raises(SettingError, match=f"this one is {words}"):
             one_number(loss)
 
 
