@@ -1,8 +1,14 @@
 """HetPipe's planner: virtual workers, their orders, and the cut."""
 
+from dataclasses import replace
 from itertools import accumulate, permutations
+from types import SimpleNamespace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.search.planners.cutters import cuts
+from tests.search.planners.cutters import profile as random_profile
 
 from penstock.cluster.cluster import Cluster
 from penstock.cluster.device import Device, Link
@@ -85,13 +91,13 @@ def test_with_too_many_orders_those_by_memory_and_speed_are_tried():
     assert 2 <= len(all_orders) <= 4
 
 
-def objective(profile, cluster, found):
+def objective(profile, cluster, found, lengths=None):
     """The slowest stage of any virtual worker, computing and receiving, shared by them all; no
-    memory asked.
+    memory asked. With `lengths` for the stages in place of the plan's.
     """
     stages, samples = found.stages, found.batch / found.micro_batches
     devices = found.devices or tuple(range(found.ranks))
-    ends = list(accumulate(found.lengths, initial=0))
+    ends = list(accumulate(lengths or found.lengths, initial=0))
     slowest = 0.0
     for first in range(0, len(devices), stages):
         worker_devices = devices[first : first + stages]
@@ -122,6 +128,67 @@ def test_the_objective_is_the_slowest_stage_shared_by_the_virtual_workers(profil
     chosen_plan = plan(profile, cluster, 64, planner="hetpipe", asynchronous=asynchronous)
     assert chosen_plan.objective.value == pytest.approx(objective(profile, cluster, chosen_plan))
     assert chosen_plan.schedule_name == ("hetpipe" if asynchronous else "1f1b")
+
+
+def fits(profile, cluster, found, lengths):
+    """Whether the stages fit in every virtual worker: stage s of S holds weights, gradients and
+    momenta, and the activations of S - s micro-batches.
+    """
+    samples, ends = -(-found.batch // found.micro_batches), [0, *accumulate(lengths)]
+    for place, rank in enumerate(found.devices or range(found.ranks)):
+        stage = place % found.stages
+        layers = profile.layers[ends[stage] : ends[stage + 1]]
+        held = 3 * sum(layer.parameter_bytes for layer in layers)
+        saved = samples * sum(layer.activation_bytes_per_sample for layer in layers)
+        if held + (found.stages - stage) * saved > cluster.devices[rank].memory_bytes:
+            return False
+    return True
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    blocks=st.lists(
+        st.tuples(
+            st.floats(0.001, 0.02),  # seconds of a forward
+            st.floats(1.0, 100_000.0),  # bytes of the output
+            st.sampled_from([100.0, 2_000.0]),  # of the activations
+            st.sampled_from([100, 20_000]),  # of the weights
+        ),
+        min_size=2,
+        max_size=7,
+    ),
+    names=st.sampled_from(["VG", "GVQ", "VVGG", "VQRG"]),
+    unit=st.sampled_from([10**9, 12_000]),
+)
+def test_no_cut_that_fits_has_a_faster_slowest_stage(blocks, names, unit):
+    """Against all cuts, for the virtual workers and the order of devices of the plan."""
+    seconds, output, activation, parameters = map(list, zip(*blocks, strict=True))
+    costs = random_profile(
+        [(f, 2 * f) for f in seconds],
+        output=output,
+        activation=activation,
+        parameter_bytes=parameters,
+        batch=8,
+    )
+    costs = replace(costs, device=names[0])
+    cluster = cluster_of(names, per_node=len(names), unit=unit, bandwidth=1e7)
+    try:
+        found = plan(costs, cluster, 8, planner="hetpipe", micro_batches=8, recompute="never")
+    except PlanError:
+        found = None
+    if found is None:  # not with one virtual worker of all devices either, in any order
+        whole = SimpleNamespace(batch=8, micro_batches=8, stages=len(names), ranks=len(names))
+        for whole.devices in permutations(range(len(names))):
+            everywhere = cuts(len(blocks), len(names))
+            assert not any(fits(costs, cluster, whole, lengths) for lengths in everywhere)
+        return
+    values = [
+        objective(costs, cluster, found, lengths)
+        for lengths in cuts(len(blocks), found.stages)
+        if fits(costs, cluster, found, lengths)
+    ]
+    assert fits(costs, cluster, found, found.lengths)
+    assert found.objective.value == pytest.approx(min(values))
 
 
 def test_the_slow_device_gets_the_shorter_stage(profile_of):
