@@ -95,6 +95,21 @@ def test_a_plan_with_its_profile_is_cut_as_the_plan_says(profile, plan):
     assert upload.state.forward == pytest.approx(expected.forward, rel=1e-4)
 
 
+def test_a_schedule_with_other_stages_than_the_plan_is_left_out(profile):
+    """Costs are one per stage of the plan then, and beside its schedule there would be an error."""
+    plan = ps.plan(
+        profile, ps.cluster("local:2"), 8, stages=4, micro_batches=4, schedules="interleaved"
+    )
+    files = [("profile.json", to_json(profile)), ("plan.json", to_json(plan))]
+    upload = state_of_files(parse_state("a=1f1b&b=zb-h1"), files)
+    assert upload.state.b is None
+    assert "zb-h1 has another number of stages, and is left out" in upload.message
+    assert [panel.error for panel in evaluate(upload.state)] == [""]
+    beside = state_of_files(parse_state("a=1f1b&b=zb-v"), files)
+    assert beside.state.b.schedule == "zb-v"
+    assert [panel.error for panel in evaluate(beside.state)] == ["", ""]
+
+
 def test_a_plan_whose_programs_are_its_own_is_said_to_be(plan):
     """A name does not hold what a planner has changed."""
     content = json.loads(to_json(plan))

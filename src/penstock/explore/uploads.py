@@ -218,7 +218,17 @@ def _with_profile(state: State, profile: Profile, plan: Plan | None) -> tuple[St
         f"Profile: {len(profile)} layers in {len(lengths)} parts of {cut} layers, with "
         f"{samples:g} of {batch} samples per micro-batch."
     )
+    if new_state.b is not None and len(lengths) not in (state.ranks, _stages(state, new_state.b)):
+        message += f" {new_state.b.schedule} has another number of stages, and is left out."
+        new_state = replace(new_state, b=None)
     return new_state, message
+
+
+def _stages(state: State, selected: Choice) -> int:
+    """Return the number of stages of a schedule with the ranks of the page."""
+    entry = choice(selected.schedule)
+    options = tuple({**dict(entry.defaults), **dict(selected.options)}.items())
+    return state.ranks * stages_per_rank(selected.schedule, entry.structural(options))
 
 
 def _rounded(name: str, values: Sequence[float] | None) -> tuple[float, ...] | None:
