@@ -67,6 +67,13 @@ def test_the_legend_of_shares_has_no_numbers(timeline):
     assert "numbers" not in viewer_legend([timeline], max_ops=1)
 
 
+def test_the_legend_says_what_the_numbers_of_updates_are(timeline):
+    """A box of an update has its weight version where the update takes time."""
+    assert "micro-batch, of U the weight version" in viewer_legend([timeline])
+    quick = simulate_schedule(schedule("1f1b", 4, 8), Costs())
+    assert "weight version" not in viewer_legend([quick])
+
+
 def test_the_frame_has_no_data_and_the_script_no_page():
     """A page that changes puts the two together itself."""
     frame = viewer_frame("a &lt;b&gt;")

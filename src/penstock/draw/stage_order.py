@@ -113,6 +113,12 @@ def number_text(
     return text
 
 
+def has_timed_updates(panels: Sequence[Timeline]) -> bool:
+    """Return whether an update takes time, so that its box may have a number."""
+    events = (event for panel in panels for event in panel.compute)
+    return any(event.op.kind is Kind.U and event.end > event.start for event in events)
+
+
 def _direction(route: Route) -> str:
     """Return the arrow of a route, by its first and last rank; empty if they are the same."""
     first_rank, last_rank = route[0][1], route[-1][1]

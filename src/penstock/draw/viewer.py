@@ -29,7 +29,7 @@ from penstock.draw.memory import downsample, holders_at_peak, memory_steps
 from penstock.draw.pairs import events_by_rank, pair_halves
 from penstock.draw.palette import FILLS, FILLS_ON_DARK, number_colours
 from penstock.draw.scale import Clock, axis_seconds
-from penstock.draw.stage_order import StageOrder, number_text
+from penstock.draw.stage_order import StageOrder, has_timed_updates, number_text
 from penstock.draw.transfers import (
     TRANSFER_NAMES,
     timed_transfers,
@@ -162,7 +162,7 @@ def viewer_legend(panels: Sequence[Timeline], max_ops: int = MAX_VIEWER_OPS) -> 
         entries.append((f'<i class="arrow {direction}"></i>', TRANSFER_NAMES[direction]))
     entries += [("", meaning) for meaning in meanings]
     if boxed:
-        entries.append(("", number_text(panels)))
+        entries.append(("", number_text(panels, has_versions=has_timed_updates(panels))))
         if any(_has_pairs(panel) for panel in panels):
             entries.append(("", "half boxes: pairs of ops"))
     return "".join(f"<span>{sign}{escape(text)}</span>" for sign, text in entries)
