@@ -43,11 +43,11 @@ def batches(clock, sizes, made_s):
         yield torch.zeros(size, 1), torch.zeros(size)
 
 
-def pipeline(clock, feed, *, late, fill_s=10.0, batch_s=2.0, drain_s=5.0):
-    """A stream whose losses arrive some batches late."""
+def pipeline(clock, feed, *, late, fill_s=10.0, batch_s=2.0, drain_s=5.0, pause_s=0.0):
+    """A stream whose losses arrive some batches late, with a pause before the sixth batch ends."""
     count = 0
     for number, _ in enumerate(feed):
-        clock.now += fill_s if number < late else batch_s
+        clock.now += (fill_s if number < late else batch_s) + pause_s * (number == 5)
         if number >= late:
             yield torch.tensor(float(count))
             count += 1
@@ -55,6 +55,18 @@ def pipeline(clock, feed, *, late, fill_s=10.0, batch_s=2.0, drain_s=5.0):
     for _ in range(count, feed.count):
         yield torch.tensor(float(count))
         count += 1
+
+
+def test_a_pause_does_not_stand_for_all_batches(clock):
+    """A machine that was suspended for a minute did not make every batch of the epoch slower; a few
+    batches do not tell a pause from a slow run.
+    """
+    for count, expected in ((30, 2.0), (8, (60 + 5 * 2) / 5)):
+        feed = BatchFeed(batches(clock, [4] * count, made_s=0.0))
+        meter = ThroughputMeter(feed, batch=4)
+        for _ in meter.losses(pipeline(clock, feed, late=2, pause_s=60.0)):
+            pass
+        assert meter.seconds_per_batch == expected
 
 
 def test_filling_draining_and_making_batches_do_not_count(clock):
@@ -86,7 +98,7 @@ def test_a_small_last_batch_does_not_count(clock):
     meter = ThroughputMeter(feed, batch=4)
     for _ in meter.losses(pipeline(clock, feed, late=1)):
         clock.now += 1000.0  # what is done between losses is not the pipeline's time
-    assert meter._last == (4, 10 + 3 * 2)
+    assert meter._counted[-1] == (4, 10 + 3 * 2)
     assert meter.seconds_per_batch == 2
 
 

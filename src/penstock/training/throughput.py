@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
@@ -17,6 +18,13 @@ from penstock.simulate.steady_state import Steady
 
 #: Lower bound of a measured duration in seconds, so that no rate divides by 0.
 _TICK = 1e-9
+
+#: Parts of the time in which a stream is full, to find a pause in one of them.
+_PARTS = 5
+
+#: Ratio of the mean to the median of the parts above which a pause is assumed. A machine that others
+#: use changes its speed by less.
+_MUCH_LONGER = 1.5
 
 
 @dataclass
@@ -77,9 +85,8 @@ class ThroughputMeter:
     feed: BatchFeed
     batch: int
     _total: float = 0.0
-    # Batches fed and seconds passed at the first and the last loss that counts.
-    _first: tuple[int, float] | None = None
-    _last: tuple[int, float] | None = None
+    # Batches fed and seconds passed at every loss that counts.
+    _counted: list[tuple[int, float]] = field(default_factory=list)
 
     def losses(self, stream: Iterable[Tensor]) -> Iterator[tuple[Tensor, float]]:
         """Yield each loss with the seconds since the previous one, without those of making batches.
@@ -97,8 +104,7 @@ class ThroughputMeter:
             self._total += seconds
             if not self.feed.exhausted:
                 if self.feed.last_size == self.batch:
-                    self._first = self._first or (self.feed.count, self._total)
-                    self._last = self.feed.count, self._total
+                    self._counted.append((self.feed.count, self._total))
             else:
                 drain_share = drain_share or seconds / (self.feed.count - done)
                 seconds = drain_share
@@ -106,10 +112,25 @@ class ThroughputMeter:
 
     @property
     def seconds_per_batch(self) -> float:
-        """The mean while the pipeline was full, or of all batches if it was not full for long."""
-        if self._first is not None and self._last is not None and self._first[0] < self._last[0]:
-            return (self._last[1] - self._first[1]) / (self._last[0] - self._first[0])
-        return self._total / max(self.feed.count, 1)
+        """The mean while the pipeline was full, or of all batches if it was not full for long.
+
+        If a pause in a part of this time, as of a suspended machine, makes the mean much longer than
+        the median of the parts, it is this median.
+        """
+        if not self._counted or self._counted[0][0] == self._counted[-1][0]:
+            return self._total / max(self.feed.count, 1)
+        mean = _seconds_per_batch(self._counted[0], self._counted[-1])
+        length = (len(self._counted) - 1) // _PARTS
+        if length < 2:
+            return mean
+        ends = [self._counted[part * length] for part in range(_PARTS + 1)]
+        median = statistics.median(itertools.starmap(_seconds_per_batch, itertools.pairwise(ends)))
+        return median if mean > _MUCH_LONGER * median else mean
+
+
+def _seconds_per_batch(start: tuple[int, float], end: tuple[int, float]) -> float:
+    """Return the mean between two losses, each with the batches fed and the seconds passed."""
+    return (end[1] - start[1]) / max(end[0] - start[0], 1)
 
 
 def measured_steady_state(
