@@ -199,3 +199,22 @@ def test_without_any_candidate_the_reasons_are_given_up_to_twelve(profile_of):
         *reasons[:12],
         "cut short",
     ]
+
+
+def test_configurations_that_differ_by_their_replicas_have_different_lines(profile_of):
+    """Equal lines would not say what was tried."""
+    profile = profile_of([1.0] * 2, parameters=0, activation=100.0)
+    on = Cluster("box", (Device("d", 20),) * 3, 3, LINK, LINK)
+    variants = []
+    for lengths, count, replicas in (((1, 1), 8, 1), ((1, 1), 8, (2, 1)), ((2,), 1, 1)):
+        way = Proposal(
+            lengths, "1f1b", count, (("replicas", replicas),) * (replicas != 1), recompute="never"
+        )
+        variants += evaluate(instantiate(PlanRequest(profile, on, 8), way))
+    text = str(infeasible_error(variants[0].placed.request, variants, []))
+    for line in (
+        "1f1b, 2 stages of 1, 1 layers, 8 micro-batches, recompute never: needs",
+        "1f1b, 2 stages of 1, 1 layers with 2, 1 replicas, 8 micro-batches, recompute never: needs",
+        "1f1b, 1 stage of 2 layers, 1 micro-batch, recompute never: needs",
+    ):
+        assert f"  {line}" in text

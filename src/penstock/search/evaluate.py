@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from penstock.errors import PlanError
+from penstock.plan.prediction import Candidate
 from penstock.schedule.recompute import Recompute
 from penstock.search.instantiate import Evaluated, PlacedSchedule, by_memory, by_time, first_of_kind
 from penstock.search.recompute.min_time_recompute import COARSE, FINE, Precision
@@ -107,14 +108,21 @@ def infeasible_error(
     lines = [
         f"nothing fits the memory of {request.cluster.name} at batch {request.batch}; nearest first"
     ]
-    for evaluated in nearest[:INFEASIBLE_ROWS]:
-        row = evaluated.candidate
-        lines.append(
-            f"{row.schedule}, {row.stages} stages of {', '.join(map(str, row.lengths))} layers, "
-            f"{row.micro_batches} micro-batches, recompute {row.recompute}: {row.why}"
-        )
+    lines += [_configuration_text(each.candidate) for each in nearest[:INFEASIBLE_ROWS]]
     free = request.recompute == "auto" and request.stages is None and request.micro_batches is None
     advice = "Use more ranks, or ranks with more memory, or a smaller batch"
     if not free:
         advice += ", or leave recompute, stages and micro_batches to the planner"
     return PlanError("\n  ".join([*lines, *notes, advice]))
+
+
+def _configuration_text(row: Candidate) -> str:
+    """Return a line on a configuration and why it is infeasible."""
+    stages = f"{row.stages} stage{'' if row.stages == 1 else 's'}"
+    micro_batches = f"{row.micro_batches} micro-batch{'' if row.micro_batches == 1 else 'es'}"
+    copies = row.replicas if isinstance(row.replicas, tuple) else (row.replicas,)
+    replicas = "" if set(copies) == {1} else f" with {', '.join(map(str, copies))} replicas"
+    return (
+        f"{row.schedule}, {stages} of {', '.join(map(str, row.lengths))} layers{replicas}, "
+        f"{micro_batches}, recompute {row.recompute}: {row.why}"
+    )
