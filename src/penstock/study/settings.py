@@ -9,6 +9,9 @@ from penstock.errors import SettingError
 
 Scale = Literal["small", "full"]
 
+#: Maximum number of repetitions of a cell. All cells are listed before the first one runs.
+MOST_REPETITIONS = 1_000
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -20,7 +23,7 @@ class Settings:
         repetitions: of every cell; None: the study's own number at this scale.
 
     Raises:
-        SettingError: the scale is unknown, or the number of repetitions is below 1.
+        SettingError: the scale is unknown, or the number of repetitions is out of range.
     """
 
     scale: Scale = "small"
@@ -32,6 +35,10 @@ class Settings:
             raise SettingError(f"--scale {self.scale}: must be small or full")
         if self.repetitions is not None and self.repetitions < 1:
             raise SettingError(f"--repetitions {self.repetitions}: must be at least 1")
+        if self.repetitions is not None and self.repetitions > MOST_REPETITIONS:
+            raise SettingError(
+                f"--repetitions {self.repetitions}: must be at most {MOST_REPETITIONS:,}"
+            )
 
     def repeat(self, small: int, full: int) -> int:
         """Return the number of repetitions, given the study's own at both scales."""

@@ -43,6 +43,7 @@ GRID = "system: torch\nschedule: 1f1b\nmodel: mlp\ndata: random\nbatch: 8\nsteps
         (("no-such.yaml",), "no-such.yaml"),
         (("paper", "--scale", "huge"), "--scale huge: must be small or full"),
         (("paper", "--repetitions", "0"), "--repetitions 0: must be at least 1"),
+        (("paper", "--repetitions", "1001"), "--repetitions 1001: must be at most 1,000"),
         (("paper", "--limit-s", "0"), "--limit-s 0: must be above 0"),
         (("paper", "--limit-s", "nan"), "--limit-s nan: must be above 0"),
         (("paper", "--jobs", "0"), "--jobs 0: must be at least 1"),

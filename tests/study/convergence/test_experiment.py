@@ -84,6 +84,7 @@ def test_keys_differ_where_anything_differs():
         ({"depths": (0,)}, "depth 0: must be at least 1"),
         ({"depths": ()}, "at least one task and one depth"),
         ({"seeds": 0}, "seeds 0"),
+        ({"seeds": 1001}, "seeds 1001: must be at most 1,000"),
         ({"epochs": -1.0}, "epochs -1: must be above 0"),
         ({"lr_scale": 0.0}, "lr-scale 0: must be above 0"),
         ({"optimizer": "lion"}, "optimizer must be one of sgd, adam, adamw, not 'lion'"),

@@ -14,6 +14,7 @@ from penstock.schedule.op import Schedule
 from penstock.search.schedules import schedule
 from penstock.study.convergence.stage_cut import cut_into_stages
 from penstock.study.convergence.tasks import StudyTask, study_task
+from penstock.study.settings import MOST_REPETITIONS
 from penstock.tracing.traced_chain import chain
 from penstock.training.data.batches import count_batches
 from penstock.training.task import make_task
@@ -155,7 +156,7 @@ class Experiment:
             )
 
     def _check_numbers(self) -> None:
-        """Raise SettingError if a count is below 1 or a factor is not positive and finite."""
+        """Raise SettingError if a count is out of range or a factor is not positive and finite."""
         counts = {
             "depth": min(self.depths),
             "seeds": self.seeds,
@@ -164,6 +165,8 @@ class Experiment:
         for name, count in counts.items():
             if count < 1:
                 raise SettingError(f"{name} {count}: must be at least 1")
+        if self.seeds > MOST_REPETITIONS:
+            raise SettingError(f"seeds {self.seeds}: must be at most {MOST_REPETITIONS:,}")
         for name, factor in (("epochs", self.epochs), ("lr-scale", self.lr_scale)):
             if factor is not None and not 0 < factor < float("inf"):
                 raise SettingError(f"{name} {factor:g}: must be above 0")
