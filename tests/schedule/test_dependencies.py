@@ -197,6 +197,17 @@ def test_an_op_with_two_inputs_waits_for_both():
     assert dependencies_of(in_turn).blocked.tolist() == []
 
 
+def test_ops_of_slices_count_for_their_micro_batch():
+    """Memory and drawings read the column of an op; without slices it is its own number."""
+    cut = dependencies_of(schedule("autopipe", 1, 3, sliced=2))
+    texts = " ".join(map(str, cut.ops.all_ops()))
+    assert texts == "0F0 0F1 0B0 0B1 0F2 0F3 0B2 0B3 0F4 0B4 0U1"
+    assert cut.column.tolist() == [0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 0]
+    assert (cut.numbers.tolist(), cut.micro_batches) == ([0, 1, 2], 3)
+    part = dependencies_of(Schedule.parse("0F4 0B4 0F6 0B6"))
+    assert (part.column.tolist(), part.numbers.tolist()) == ([0, 0, 1, 1], [4, 6])
+
+
 def test_the_second_op_of_a_pair_cannot_wait_for_the_first():
     """They start together; alone in its program, the same op follows from its place."""
     text = "0F0{}0B0 0U1"

@@ -190,6 +190,8 @@ def test_an_update_that_awaits_an_earlier_wave_starts_after_all_its_replicas():
         assert [times.start[6 * rank + 5] for rank in range(3)] == [
             54 if rank == slow else 52 for rank in range(3)
         ]
+    for seed in range(5):
+        check_spans(waves, random.Random(seed), overlap=True)
 
 
 @pytest.mark.parametrize("second", [-1, 1])

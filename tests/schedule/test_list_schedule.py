@@ -66,6 +66,18 @@ def test_any_block_makes_a_sound_schedule_in_the_memory_of_its_repetition(
     assert max(peaks) <= min(micro_batches, -(-longest // interval) + 1)
 
 
+@pytest.mark.parametrize(("ranks", "wait"), [(1, 4), (1, 7), (2, 1), (2, 4)])
+@pytest.mark.parametrize("micro_batches", [2, 3, 7])
+def test_ops_of_a_stage_stay_in_the_order_of_their_micro_batches(ranks, wait, micro_batches):
+    """Also where a free slot before the op of an earlier micro-batch would be early enough."""
+    block = line_block(ranks, wait)
+    assert not clashes(block, 3)
+    for program in from_block(block, 3, micro_batches):
+        for kind in (Kind.F, Kind.I, Kind.W):
+            numbers = [op.micro_batch for op in program if op.kind is kind]
+            assert numbers == list(range(micro_batches))
+
+
 def test_a_block_that_clashes_with_itself_is_our_own_bug():
     """Offsets are written by a family's author, not by users."""
     with pytest.raises(AssertionError, match="two ops in one slot"):

@@ -10,9 +10,11 @@ from hypothesis import given, settings
 from tests.simulate.slow import rich_schedules
 
 from penstock.errors import ScheduleError
+from penstock.schedule.dependencies import dependencies_of
 from penstock.schedule.op import ACTIVATION_MOVES, Kind, Op, Schedule
 from penstock.schedule.op_inputs import OpInputs, number_keys
 from penstock.schedule.rules import needs
+from penstock.schedule.slicing import Slicing
 
 TWO_RANKS = "0F0 0B0 0U1\n1F0 1B0 1U1"
 
@@ -81,6 +83,19 @@ def test_inputs_and_consumers_are_those_of_the_rules_op_by_op(schedule):
     assert len(inputs.links) == len(
         {(ranks[row], ranks[other]) for row, other in consumers.items()}
     )
+
+
+def test_an_op_may_have_a_third_input_if_one_is_behind_it():
+    """It never starts, as `verify` reports with the ops that it waits for."""
+    slices = replace(
+        Schedule.parse("0B0 0F0 0F1 0B1\n1F0 1F1 1B1 1B0"), slicing=Slicing("tokens", ((0.5, 0.5),))
+    )
+    inputs = OpInputs(slices)
+    assert {by_op(inputs, inputs.first)["0B0"], by_op(inputs, inputs.second)["0B0"]} == {
+        "0F0",
+        "1B0",
+    }
+    assert len(dependencies_of(slices).blocked) > 0
 
 
 def test_an_op_whose_input_no_rank_runs_is_refused_by_name():

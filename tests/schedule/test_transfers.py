@@ -219,6 +219,34 @@ def test_programs_that_wait_in_a_circle_are_named_once_per_rank():
     assert findings[0] == Finding("no cycle", message, 0, "0B0")
 
 
+def test_receives_in_a_wrong_order_are_reported_before_a_cycle():
+    """A cycle through wrong messages would say nothing about the right ones."""
+
+    def late_and_swapped(programs):
+        for number in (0, 1):
+            place = find(programs, 0, Direction.SEND, Kind.F, 0, number)
+            programs[0].append(programs[0].pop(place))
+        places = [find(programs, 1, Direction.RECV, Kind.F, 0, number) for number in (0, 1)]
+        row = programs[1]
+        row.insert(places[0], row.pop(places[1]))
+
+    assert [finding.rule for finding in findings_of(late_and_swapped)] == ["receive order"]
+
+
+def test_a_rank_that_waits_for_several_names_one_that_cannot_go_on():
+    """The copies of stage 0 on ranks 0 to 2 update together, and only rank 2 never comes to it."""
+    copies = Schedule.parse("0F0 0B0 0U1\n0F1 0B1 0U1\n0F2 0B2 0U1\n1F0 1B0 1F1 1B1 1F2 1B2 1U1")
+
+    def late(programs):
+        place = find(programs, 2, Direction.SEND, Kind.F, 0, 2)
+        programs[2].append(programs[2].pop(place))
+
+    first, second, *_ = findings_of(late, copies)
+    for rank, finding in enumerate((first, second)):
+        assert (finding.rule, finding.rank, finding.op) == ("no cycle", rank, "0U1")
+        assert finding.message.endswith("on rank 2")
+
+
 @pytest.mark.parametrize("count", [1, 2, 12, 13, 20])
 def test_an_error_lists_a_dozen_findings_and_counts_the_others(count):
     """All of them are in its attribute."""

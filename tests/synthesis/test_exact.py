@@ -122,6 +122,8 @@ def one_at_a_time(problem):
         # Messages of two kinds that would leave in another order than that of their ops.
         ("interleaved", 7, 3),
         ("v", 19, 3),
+        # The second number of micro-batches on the routes is better than the first.
+        ("bidirectional", 11, 3),
     ],
 )
 def test_the_optimum_is_proved_from_programs_that_run_one_micro_batch_at_a_time(
@@ -158,6 +160,17 @@ def test_without_splits_all_backwards_are_whole():
         proof = prove(problem, bad, makespan, time.monotonic() + 60)
         assert proof.lower_bound == pytest.approx(least)
         assert any(op.kind is Kind.W for op in proof.schedule.ops) == split
+
+
+def test_messages_of_one_kind_follow_each_other_on_their_link():
+    """In the order of their micro-batches, each of them up to 7 s long; 101 s are the optimum of the
+    reference. If they could overlap it would be 96 s.
+    """
+    problem = random_problem(2, "interleaved", 3, most_transfer=7)
+    bad = one_at_a_time(problem)
+    makespan = simulate_schedule(bad, problem.costs.costs()).makespan
+    proof = prove(problem, bad, makespan, time.monotonic() + 60)
+    assert proof.lower_bound == pytest.approx(101)
 
 
 @pytest.mark.parametrize(("placement", "seed", "micro_batches"), [("v", 14, 2), ("v", 19, 3)])
