@@ -12,7 +12,15 @@ from tests.simulate.slow import rich_schedules
 
 from penstock.schedule.catalogue import schedule
 from penstock.schedule.channels import ActionGraph, channel_depth, topological_order
-from penstock.schedule.lower import Direction, Transfer, lower, messages
+from penstock.schedule.lower import (
+    Direction,
+    Link,
+    LoweredSchedule,
+    Message,
+    Transfer,
+    lower,
+    messages,
+)
 from penstock.schedule.op import Kind, Op, Schedule
 
 
@@ -118,6 +126,27 @@ def test_a_schedule_without_transfers_needs_no_channel():
     """One rank, or none."""
     assert channel_depth(schedule("1f1b", 1, 8)) == 0
     assert channel_depth(Schedule(())) == 0
+
+
+def test_messages_of_a_link_are_in_the_order_of_their_sends():
+    """A file may send the activation of micro-batch 1 before that of 0: the channel then has them
+    in this order.
+    """
+    gpipe = schedule("gpipe", 2, 2)
+    sends = [Transfer(Direction.SEND, Message(Kind.F, 0, n), 1) for n in (1, 0)]
+    receives = [Transfer(Direction.RECV, Message(Kind.F, 0, n), 0) for n in (1, 0)]
+    first, second = (list(program) for program in lower(gpipe, ahead=0).programs)
+    first = [action for action in first if action not in sends]
+    first[2:2] = sends
+    second = receives + [action for action in second if action not in receives]
+    lowered = LoweredSchedule((tuple(first), tuple(second)))
+    graph = ActionGraph.of(gpipe, lowered, receives_block=True)
+    pairs = [
+        (first.index(one), len(first) + second.index(other))
+        for one, other in zip(sends, receives, strict=True)
+    ]
+    assert graph.transfers[Link(0, 1)] == pairs
+    assert graph.blocked(1) == []
 
 
 @given(rich_schedules() | custom_streams(), st.integers(0, 3), st.booleans())
