@@ -26,6 +26,7 @@ from penstock.verify.verify import verify
         ("linear", "1f1b", (4, 6), (6,)),
         ("linear", "1f1b", (4, 5), None),
         ("linear", "zb-v", (4, 6), None),
+        ("linear", "chimera", (4, 6), None),
         ("v", "zb-v", (4, 6), (6,)),
         ("interleaved", "zb-v", (4, 6), None),
         ("bidirectional", "chimera", (4, 6), (3, 3)),
@@ -107,6 +108,26 @@ def test_halves_are_joined_only_where_that_takes_no_longer(case, forward, whole)
     count = sum(op.kind is Kind.B for op in joined.ops)
     assert int(encoding.lengths.sum()) == ops - count
     assert count == 0 if whole > 1 else count > 0
+
+
+def test_a_program_with_more_ops_than_its_micro_batches_have_cannot_be_encoded():
+    """The arrays have no space for them; such a schedule is not sound anyway."""
+    problem = problem_of(Costs(forward=(1.0,)), 1, Constraints("linear"))
+    spec = problem.spec((1,))
+    assert encode(problem, spec, Schedule.parse("0F0 0I0 0W0 0B0 0U1")) is None
+    assert encode(problem, spec, Schedule.parse("0F0 0I0 0W0 0U1")).lengths.tolist() == [3]
+
+
+def test_halves_stay_where_a_whole_backward_delays_the_batch_by_little():
+    """One second of 404: the gradient of micro-batch 1 would leave after its weight gradient."""
+    costs = Costs(forward=(200.0, 1.0), input_grad=(1.0, 1.0), weight_grad=(1.0, 1.0))
+    problem = problem_of(costs, 2, Constraints("linear"))
+    spec = problem.spec((2,))
+    text = "0F0 0F1 0I0 0W0 0I1 0W1 0U1\n1F0 1I0 1W0 1F1 1I1 1W1 1U1"
+    encoding, work = encode(problem, spec, Schedule.parse(text)), make_workspace(spec)
+    assert evaluate(spec, encoding, work) == 404
+    join_halves(spec, encoding, work)
+    assert evaluate(spec, encoding, work) == 404
 
 
 def test_updates_come_in_the_first_idle_time_that_is_long_enough_or_at_the_end():

@@ -72,8 +72,10 @@ def test_derived_costs_are_the_least_of_a_whole_and_a_split_backward():
     assert stage_costs.in_bytes
     assert not StageCosts.of(Costs(forward=(1.0,)), 1).in_bytes
     assert StageCosts.of(Costs(forward=(1.0, 2.0)), 2).memory == (1.0, 1.0)
-    restored = StageCosts.of(stage_costs.costs(), 4)
-    assert restored.seconds == stage_costs.seconds
+    both_ways = Costs(forward=(1.0,) * 3, transfer=(1.0, 2.0), transfer_back=(3.0, 4.0))
+    for costs in (stage_costs, StageCosts.of(both_ways, 3)):
+        restored = StageCosts.of(costs.costs(), len(costs.forward))
+        assert restored.seconds == costs.seconds
     whole = stage_costs.unsplit()
     assert (whole.input_grad, whole.weight_grad) == (COSTS.backward, (0.0,) * 4)
     pairs = stage_costs.with_pairs((14.0, 12.0, 15.5, 20.0))
@@ -130,7 +132,13 @@ def test_limits_are_for_all_ranks_or_one_each_and_what_is_needed_fits_exactly():
     for limit in (math.nan, True, -1, 0):
         with pytest.raises(ScheduleError, match=f"memory_limit is above 0, not {limit!r}"):
             limits_of(limit, 1, costs)
+    for limits in ((1, 2, 3), (1, 2, 3, 4, 5)):
+        with pytest.raises(ScheduleError, match=f"has {len(limits)} entries, but there are 4"):
+            limits_of(limits, 4, costs)
     assert problem_for(costs, 2, Constraints("v", (50, 50))).limits == (50, 50)
+    # 0.1 + 0.2 is 0.30000000000000004.
+    tenths = StageCosts.of(Costs(forward=(1.0, 1.0), activation_bytes=(0.1, 0.2)), 2)
+    assert problem_for(tenths, 2, Constraints("v", 0.3)).limits == (0.3,)
     assert problem_for(costs, 2, Constraints("bidirectional", (40, 30, 30, 40))).ranks == 4
     with pytest.raises(ScheduleError) as caught:
         problem_for(costs, 2, Constraints("v", (45, 40)))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from penstock.errors import ScheduleError
 from penstock.schedule.catalogue import FAMILIES, schedule
 from penstock.schedule.dependencies import dependencies_of
-from penstock.schedule.lower import Direction, Transfer, lower
+from penstock.schedule.lower import Direction, Transfer, last_dependencies, lower, messages
 from penstock.schedule.op import Kind, Op, Schedule
 from penstock.schedule.streaming.increments import StreamIncrements
 from penstock.schedule.streaming.period import with_batch_count, with_batches
@@ -60,6 +60,32 @@ def test_portions_make_up_the_lowered_programs_of_any_number_of_batches(schedule
     ):
         assert tuple(action for action in row if isinstance(action, Op)) == whole.programs[rank]
         assert sorted(map(str, row)) == sorted(map(str, lower(whole, ahead=2).programs[rank]))
+
+
+@given(streams(), st.integers(1, 12))
+@settings(deadline=None, max_examples=15)
+def test_receives_right_before_their_ops_are_never_deferred(schedule, batches):
+    """An increment runs only ops whose inputs are sent in it, so that a run is the lowered program."""
+    whole = with_batch_count(schedule, batches)
+    rows = actions_of_run(StreamIncrements(schedule, ahead=0), schedule.ranks, batches)
+    assert tuple(map(tuple, rows)) == lower(whole, ahead=0).programs
+
+
+@pytest.mark.parametrize(("name", "stages"), [("pipedream", 3), ("2bw", 3), ("wpipe", 4)])
+def test_after_dependencies_no_receive_comes_before_what_its_message_depends_on(name, stages):
+    """However early receives are posted: under NCCL one may block the device until its message."""
+    stream = schedule(name, stages, 4)
+    whole = with_batch_count(stream, 6)
+    increments = StreamIncrements(stream, ahead=99, after_dependencies=True)
+    rows = actions_of_run(increments, stream.ranks, 6)
+    late = 0
+    for (link, message, *_), last in zip(messages(whole), last_dependencies(whole), strict=True):
+        row = rows[link.target]
+        post = row.index(Transfer(Direction.RECV, message, link.source))
+        if last >= 0:
+            late += 1
+            assert row.index(whole.programs[link.target][last]) < post
+    assert late > 6
 
 
 @given(streams(), st.integers(0, 20))

@@ -13,8 +13,9 @@ from penstock.errors import FileError, ScheduleError
 from penstock.schedule.catalogue import schedule
 from penstock.schedule.op import Kind, Op, Schedule
 from penstock.schedule.slicing import Slicing
+from penstock.schedule.torch_csv import files
 from penstock.schedule.torch_csv.actions import unsupported_reason
-from penstock.schedule.torch_csv.files import from_csv, parse_csv, read_csv, to_csv
+from penstock.schedule.torch_csv.files import from_csv, load_csv, parse_csv, read_csv, to_csv
 from penstock.verify.verify import verify
 
 
@@ -254,6 +255,11 @@ def test_ten_megabytes_of_nonsense_are_one_short_message(content):
             ),
             "the last stage runs 1F1 before 1F0: torch stores losses in the order of these forwards",
         ),
+        # The last stage is not on the last rank.
+        (
+            Schedule.parse("0F0 0F1 2F1 2F0 2B1 2B0 0B0 0B1 0U1 2U1\n1F0 1F1 1B0 1B1 1U1"),
+            "the last stage runs 2F1 before 2F0",
+        ),
     ],
 )
 @pytest.mark.parametrize("communication", [False, True])
@@ -268,6 +274,16 @@ def test_a_file_is_named_after_its_name(tmp_path):
     path = tmp_path / "night shift.csv"
     path.write_text(to_csv(schedule("1f1b", 2, 3)))
     assert read_csv(path) == from_csv(path.read_text(), "night shift")
+    loaded, lowered = load_csv(path)
+    assert (loaded, lowered) == (read_csv(path), None)
+
+
+def test_as_many_cells_as_are_allowed_are_read(monkeypatch):
+    """Separators and lines count, so that a file of blank cells ends too."""
+    monkeypatch.setattr(files, "_MAX_CELLS", 3)
+    assert str(from_csv("0F0,0B0\n,")) == "rank 0 | 0F0 0B0 0U1\nrank 1 | "
+    with pytest.raises(FileError, match="the CSV has 4 cells, more than the 3 allowed"):
+        from_csv("0F0,0B0\n,,")
 
 
 @pytest.mark.parametrize("content", [None, b"\xff\xfe0F0"])

@@ -214,7 +214,7 @@ def _with_default_updates(actions: list[Action]) -> list[Action]:
         merged.append(action)
         if action == next_op and isinstance(action, Op):
             next_op = next(remaining_ops, None)
-        while next_op is not None and next_op.kind is Kind.U:
+        if next_op is not None and next_op.kind is Kind.U:
             merged.append(next_op)
             next_op = next(remaining_ops, None)
     return merged
