@@ -283,7 +283,9 @@ def test_bounds_notes_and_sharding_have_lines_of_their_own():
         "lower bound over the search space: 600.0 ms (gap 0.0%)"
     ]
     assert lines_with(base, "lower bound") == []
-    assert lines_with(replace(base, search_note="cut short"), "cut") == ["cut short"]
+    for candidates in (base.candidates, ()):
+        noted = replace(base, search_note="cut short", candidates=candidates)
+        assert lines_with(noted, "cut") == ["cut short"]
     end = "; runs in torchtitan or Megatron: export it"
     sharded = replace(base, tensor_parallel=4, sequence_parallel=True, zero=2)
     assert lines_with(sharded, "export") == [

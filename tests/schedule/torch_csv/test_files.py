@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -214,6 +215,10 @@ def test_ten_megabytes_of_nonsense_are_one_short_message(content):
         (
             schedule("pipedream", 2, 4),
             "pipedream is asynchronous: torch's CSV has no optimizer step and no weight versions, and describes one batch",
+        ),
+        (
+            replace(schedule("pipedream", 2, 4), synchronous=True),
+            "pipedream is asynchronous: torch's CSV has no optimizer step",
         ),
         (
             Schedule.parse("0F0 0B0 0U1\n0F1 0B1 0U1", "copies"),
