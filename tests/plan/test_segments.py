@@ -26,6 +26,8 @@ def test_a_selection_returns_the_segments_that_it_was_constructed_from(recompute
     runs = segments(recomputed, {*starts, *firsts})
     selection = Selection.of_segments(runs, firsts)
     assert set(selection.starts) <= recomputed - set(firsts)
+    # A start is only needed where the layer before is recomputed too.
+    assert {start - 1 for start in selection.starts} <= recomputed
     stages = pairwise([*firsts, 13])
     assert [segment for first, end in stages for segment in selection.of_stage(first, end)] == runs
     assert Selection.of_segments(reversed(runs), set(firsts)) == selection

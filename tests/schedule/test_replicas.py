@@ -158,6 +158,7 @@ def test_unevenly_replicated_stages_are_sound_and_take_micro_batches_in_turn(rep
     micro_batches = max(replicas) + more
     family_schedule = schedule(name, len(replicas), micro_batches, replicas=replicas)
     verify(family_schedule)
+    assert family_schedule.synchronous
     before = [sum(replicas[:stage]) for stage in range(len(replicas))]
     assert family_schedule.placement == {
         (s, m): before[s] + m % replicas[s]

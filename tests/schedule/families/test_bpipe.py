@@ -11,7 +11,7 @@ from tests.schedule.families.laws import check_laws, timeline_of
 
 from penstock.errors import ScheduleError
 from penstock.schedule.catalogue import schedule
-from penstock.schedule.op import ACTIVATION_MOVES, Kind
+from penstock.schedule.op import ACTIVATION_MOVES, Kind, Op
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import simulate_schedule
 from penstock.verify.verify import verify
@@ -98,6 +98,25 @@ def test_but_for_evictions_and_loads_it_is_1f1b(p, m):
     handed = [op for op in bpipe.ops if op.kind in ACTIVATION_MOVES]
     assert bool(handed) == (p >= 4 and m > -(-(p + 2) // 2))
     assert all(op.stage < p // 2 for op in handed)
+
+
+@pytest.mark.parametrize("stages", [4, 5, 6, 8])
+@pytest.mark.parametrize("ratio", [0.05, 0.2, 0.5, 2, 9])
+def test_a_partner_receives_before_its_own_forward_and_returns_after_its_own_backward(
+    stages, ratio
+):
+    """Its forward needs that of the evictor and its backward comes first: neither then waits."""
+    bpipe = schedule("bpipe", stages, 12, ratio=ratio)
+    count = 0
+    for rank in range(stages - stages // 2, stages):
+        places = {op: place for place, op in enumerate(bpipe.programs[rank])}
+        for op, place in places.items():
+            if op.kind in ACTIVATION_MOVES:
+                count += 1
+                local = Kind.F if op.kind is Kind.E else Kind.B
+                expected = places[Op(local, rank, op.micro_batch)]
+                assert place < expected if op.kind is Kind.E else place > expected
+    assert count > 0
 
 
 @pytest.mark.parametrize("ratio", [0, -1, float("inf"), True, "2"])

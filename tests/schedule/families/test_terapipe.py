@@ -53,6 +53,15 @@ def test_equal_slices_divide_the_bubble_of_gpipe(p, m, k):
     assert schedule("terapipe", p, m, slice_shares=[1 / k] * k).programs == terapipe.programs
 
 
+@pytest.mark.parametrize("name", ["terapipe", "seq1f1b"])
+def test_the_number_of_slices_may_be_given_beside_their_shares(name):
+    """If both agree; a plan has all options of its schedule."""
+    shares = [0.5, 0.25, 0.25]
+    both = schedule(name, 2, 3, slices=3, slice_shares=shares)
+    assert both.programs == schedule(name, 2, 3, slice_shares=shares).programs
+    assert both.slicing.shares == (tuple(shares),) * 3
+
+
 def test_one_slice_is_gpipe():
     """Micro-batches are whole then, and the programs those of GPipe."""
     assert schedule("terapipe", 3, 4, slices=1).programs == schedule("gpipe", 3, 4).programs

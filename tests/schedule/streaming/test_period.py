@@ -242,7 +242,10 @@ def test_thousands_of_batches_are_made_and_known_again():
     """Once per op and no more: a quadratic search would take minutes here."""
     longer = with_batch_count(schedule("2bw", 4, 4), 3000)
     assert len(longer.ops) == 3000 * 4 * 9
-    assert period_of(replace(longer)).batches == 1
+    other = replace(longer)
+    assert period_of(other).batches == 1
+    # Runs ask for it again and again.
+    assert period_of(other) is period_of(other)
 
 
 def test_every_op_is_of_the_batch_of_its_number_whatever_came_before():
