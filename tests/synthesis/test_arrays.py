@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from tests.synthesis.requests import problem_of, random_counts, random_problem
 
 from penstock.simulate.costs import Costs
@@ -33,10 +34,11 @@ def test_a_single_rank_has_space_for_the_ops_of_all_its_stages():
         assert max_ops(problem.spec((5,))) == 3 * 5 * stages
 
 
-def test_a_workspace_has_an_entry_per_op_copy_micro_batch_and_link():
+@pytest.mark.parametrize("counts", [(4, 1), (1, 4)])
+def test_a_workspace_has_an_entry_per_op_copy_micro_batch_and_link(counts):
     """Inputs of both directions have an entry for the route with most micro-batches."""
     problem = random_problem(1, "bidirectional", 5)
-    spec = problem.spec((4, 1))
+    spec = problem.spec(counts)
     work, ranks, copies = make_workspace(spec), problem.ranks, 2 * problem.stages
     for array in (work.start, work.cause):
         assert array.shape == (ranks, max_ops(spec))

@@ -15,7 +15,9 @@ from tests.synthesis.requests import (
     random_problem,
 )
 
+from penstock.schedule.catalogue import schedule
 from penstock.simulate.costs import Costs
+from penstock.simulate.simulate import simulate_schedule
 from penstock.synthesis.bound import RouteBounds, lower_bound, preemptive, seconds_of
 from penstock.synthesis.problem import Constraints
 from penstock.synthesis.synthesise import Settings, synthesise
@@ -285,6 +287,14 @@ def test_of_two_routes_the_bound_is_the_least_of_all_numbers_of_micro_batches():
         assert lower_bound(problem) == min(bounds.values())
         least_at.add(2 * min(bounds, key=bounds.get) == m)
     assert len(least_at) == 2
+
+
+def test_two_copies_of_a_stage_on_one_rank_have_one_update():
+    """Rank 1 of three has stage 1 of both routes; counted twice, the bound would not be one."""
+    costs = Costs(forward=(1.0,) * 3, backward=(2.0,) * 3, update=(0.0, 50.0, 0.0))
+    problem = problem_of(costs, 2, Constraints("bidirectional", split=False))
+    gems = simulate_schedule(schedule("gems", 3, 2), costs).makespan
+    assert 50 < lower_bound(problem) <= gems < 100
 
 
 def test_memory_of_several_stages_together_bounds_the_batch():
