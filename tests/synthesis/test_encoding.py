@@ -25,6 +25,7 @@ from penstock.verify.verify import verify
     [
         ("linear", "1f1b", (4, 6), (6,)),
         ("linear", "1f1b", (4, 5), None),
+        ("linear", "1f1b", (4, 7), None),
         ("linear", "zb-v", (4, 6), None),
         ("linear", "chimera", (4, 6), None),
         ("v", "zb-v", (4, 6), (6,)),
