@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import collections
 import dataclasses
 import decimal
 import enum
+import functools
 import io
 import pathlib
 import threading
@@ -197,6 +199,13 @@ pytree.register_pytree_node(Node, lambda node: (node.parts, "c"), lambda parts, 
         (type("Bytes", (bytearray,), {}), None),
         (type("Ring", (deque,), {}), None),
         (type("Buffer", (io.BytesIO,), {}), None),
+        (type("Price", (decimal.Decimal,), {}), None),
+        (functools.partial, None),
+        (type("Call", (functools.partial,), {}), None),
+        (ast.Module, None),
+        (type("ClosingRow", (list,), {"__del__": Closing.__del__}), None),
+        (type("ClosingTable", (OrderedDict,), {"__del__": Closing.__del__}), None),
+        (type("Referenced", (), {"__slots__": ("h", "__weakref__")}), OBJECT),
     ],
     ids=lambda value: getattr(value, "__name__", str(getattr(value, "name", value))),
 )
@@ -366,3 +375,33 @@ def test_kinds_are_found_by_their_names():
     assert {name: kind.name for name, kind in KINDS.items()} == {name: name for name in KINDS}
     named = {name for name, kind in KINDS.items() if kind.named}
     assert named == {"sequence", "result", "mapping", "object", "registered"}
+
+
+def test_a_class_of_another_kind_is_refused():
+    """The message was written by a rank on which the class is derived from something else."""
+    check_context(OBJECT, Record, (("h",), ()))
+    for kind, cls in ((MAPPING, Record), (OBJECT, Row), (SEQUENCE, Table), (OBJECT, Closing)):
+        context = (*kind.split(Groups(list))[0][:4], None) if kind is MAPPING else ((), ())
+        with pytest.raises(RunError, match=f"a {cls.__name__} crosses .* is of another kind on"):
+            check_context(kind, cls, context)
+
+
+def refuse(*_, **__):
+    """Stand for a method whose code must not run."""
+    raise AssertionError("a method of the class was called")
+
+
+def test_values_are_rebuilt_without_their_classes_code():
+    """It may count objects, check arguments or refuse assignments."""
+    methods = ("__init__", "__setattr__", "__setitem__", "append", "extend", "update")
+    items = {list: [1, 2], tuple: (1, 2), dict: {"a": 1}, OrderedDict: {"a": 1}, object: None}
+    for base, content in items.items():
+        cls = type("Guarded", (base,), {})
+        value = cls() if content is None else cls(content)
+        value.note = "x"
+        for method in methods:
+            setattr(cls, method, refuse)
+        rebuilt = rebuild(value)
+        assert type(rebuilt) is cls
+        assert vars(rebuilt) == {"note": "x"}
+        assert content is None or rebuilt == content

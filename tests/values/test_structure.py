@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import types
 from collections import ChainMap, Counter, OrderedDict, UserDict, defaultdict, deque
 from typing import NamedTuple
@@ -219,7 +220,14 @@ def test_a_value_that_contains_itself_is_refused():
 
 
 @pytest.mark.parametrize(
-    "value", [nn.Linear(1, 1), lambda x, y=H: x + y, {H}, (item for item in [H])]
+    "value",
+    [
+        nn.Linear(1, 1),
+        lambda x, y=H: x + y,
+        {H},
+        (item for item in [H]),
+        functools.partial(torch.add, H),
+    ],
 )
 def test_objects_that_can_be_seen_to_hold_a_tensor_are_refused(value):
     """A closure, a module, a set: their tensors would keep the graph of another stage, or lose it."""
@@ -227,7 +235,9 @@ def test_objects_that_can_be_seen_to_hold_a_tensor_are_refused(value):
         flatten([value])
 
 
-@pytest.mark.parametrize("value", [nn.ReLU(), len, {1, 2}, object(), lambda x: x])
+@pytest.mark.parametrize(
+    "value", [nn.ReLU(), len, {1, 2}, object(), lambda x: x, functools.partial(torch.add, 1)]
+)
 def test_objects_without_tensors_pass_as_they_are(value):
     """As they do in plain PyTorch."""
     leaves, structure = flatten([value])

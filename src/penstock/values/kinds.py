@@ -415,13 +415,18 @@ def _can_rebuild(cls: type, base: type) -> bool:
     """
     if hasattr(cls, "__del__") or cls is base:
         return False
-    if not all(
-        ancestor.__flags__ & _HEAP_TYPE or issubclass(base, ancestor) for ancestor in cls.__mro__
-    ):
+    if not all(_is_python(ancestor) or issubclass(base, ancestor) for ancestor in cls.__mro__):
         return False
     # Memory beyond the base's that attributes and slots do not account for holds hidden state.
     pointers = len(_slots(cls)) + (cls.__dictoffset__ != 0) + (cls.__weakrefoffset__ != 0)
     return cls.__basicsize__ <= base.__basicsize__ + pointers * _POINTER_BYTES
+
+
+def _is_python(cls: type) -> bool:
+    """Whether a class is written in Python, and its instances are allocated by Python alone."""
+    # Classes in C, such as `functools.partial`, may be of a heap type too.
+    is_compiled = isinstance(vars(cls).get("__new__"), types.BuiltinFunctionType)
+    return bool(cls.__flags__ & _HEAP_TYPE) and not is_compiled
 
 
 def check_context(kind: Kind, cls: type | None, context: Context) -> None:
