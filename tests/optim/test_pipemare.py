@@ -195,3 +195,87 @@ def test_an_optimizer_without_a_learning_rate_is_refused(lab):
         match=r"'pipemare' has no formula for Still: .*; it reschedules the learning rate, which this optimizer does",
     ):
         lab.make(lab.site_of(lab.mlp(), lab.line_of("pipemare", 0, 3, 1, 4), "pipemare", Still))
+
+
+def evenly(weights, module, steps):
+    """Run batches with a gradient of 1; return what forwards and backwards have read."""
+    read = []
+    for number in steps:
+        weights.before_forward(number)
+        forward = module.weight.item()
+        weights.before_backward(number)
+        read.append((forward, module.weight.item()))
+        weights.finished(number)
+        module.weight.grad = torch.ones_like(module.weight)
+        weights.update(number + 1)
+    return read
+
+
+def one_weight(lab, **options):
+    """Return a module with one weight, its site two updates from the end, and its weights."""
+    torch.manual_seed(0)
+    module = nn.Linear(1, 1, bias=False).double()
+    line = lab.line_of("pipemare", 0, 3, 1, batches=8)
+    factory = lambda ps: torch.optim.SGD(ps, lr=1.0)  # noqa: E731
+    site = lab.site_of(module, line, "pipemare", factory, staleness=2.0, options=options)
+    return module, lab.make(site)
+
+
+def test_warm_up_batches_are_neither_corrected_nor_rescheduled(lab):
+    """Their batches flush the pipeline; the trend is that of all updates."""
+    module, weights = one_weight(lab, warm_up=2.0, annealing=4.0, decay=0.25)
+    start = module.weight.item()
+    read = evenly(weights, module, range(4))
+    # γ = 0.25^(1/2), and update k is smaller by 2^(1 - k/4) from k = 2 on.
+    changes, trend, newest = [-1.0, -1.0, -(2**-0.5), -(2**-0.25)], 0.0, start
+    for number, change in enumerate(changes):
+        expected = newest - 2 * trend if number >= 2 else newest
+        assert read[number] == pytest.approx((newest, expected))
+        newest, trend = newest + change, 0.5 * trend + 0.5 * change
+    weights.drain()
+    assert module.weight.item() == pytest.approx(newest)
+
+
+def test_trend_and_number_of_updates_come_back_from_a_checkpoint(lab):
+    """The continued run is bit for bit the one that was not interrupted."""
+    module, weights = one_weight(lab, annealing=8.0)
+    evenly(weights, module, range(3))
+    weights.drain()
+    other, loaded = one_weight(lab, annealing=8.0)
+    other.load_state_dict(module.state_dict())
+    saved = {name: [tensor.clone() for tensor in row] for name, row in weights.state().items()}
+    assert list(saved) == ["trend"]
+    assert saved["trend"][0].item() < 0, "the change per update, with its sign"
+    assert weights.facts() == {"updates": 3}
+    loaded.load_state(saved)
+    loaded.load_facts(weights.facts())
+    assert evenly(loaded, other, range(3)) == evenly(weights, module, range(3))
+    for empty in ({}, {"trend": [None]}):
+        loaded.drain()
+        loaded.load_state(empty)
+        loaded.load_facts({})
+        ((forward, backward),) = evenly(loaded, other, range(1))
+        assert forward == backward
+        assert loaded.facts() == {"updates": 1}
+
+
+def test_the_trend_and_the_copy_of_the_newest_version_are_memory_of_the_rule(lab):
+    """Two tensors of the size of the weights beside them, as plans count them."""
+    module = lab.mlp()
+    line = lab.line_of("pipemare", 0, 3, 1, batches=6)
+    weights = lab.make(lab.site_of(module, line, "pipemare", lab.PAIRS["sgd"][0], staleness=2.0))
+    lab.play(module, weights, line.ops, lab.vectors, lab.squares)
+    assert weights.held_bytes() == 3 * sum(parameter.nbytes for parameter in module.parameters())
+
+
+def test_one_parameter_group_without_a_learning_rate_is_enough_for_a_refusal(lab):
+    """It could not be rescheduled as the others are."""
+
+    def factory(parameters):
+        optimizer = torch.optim.SGD([{"params": [each]} for each in parameters], lr=0.1)
+        del optimizer.param_groups[1]["lr"]
+        return optimizer
+
+    line = lab.line_of("pipemare", 0, 3, 1, batches=6)
+    with pytest.raises(SettingError, match=r"has no formula for SGD: .*; it reschedules"):
+        lab.make(lab.site_of(lab.mlp(), line, "pipemare", factory))

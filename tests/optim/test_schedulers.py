@@ -312,3 +312,46 @@ def test_a_factory_that_refuses_its_optimizer_is_reported_and_not_tried_again():
     assert len(calls) == 1
     optimizer = stand_in(lambda params: SGD([p for p in params if p.ndim > 1], lr=0.25))
     assert [p.ndim for p in optimizer.param_groups[0]["params"]] == [2, 3, 4]
+
+
+def test_learning_rates_are_numbers_also_where_the_optimizers_are_tensors():
+    """They are printed, and compared."""
+    held = SGD([nn.Parameter(torch.ones(1))], lr=torch.tensor(0.5))
+    (rate,) = Schedulers(lambda optimizer: StepLR(optimizer, 2), [held]).get_last_lr()
+    assert (type(rate), rate) == (float, 0.5)
+
+
+def test_a_scheduler_of_a_script_fits_where_the_script_is_imported():
+    """Its class is then one of `__main__` in the checkpoint."""
+    schedulers = Schedulers(Odd, optimizers(1))
+    name = schedulers.kind.rpartition(".")[2]
+    assert schedulers.fits(f"__main__.{name}", {})
+    assert not schedulers.fits(f"elsewhere.{name}", {})
+    assert not schedulers.fits("__main__.Other", {})
+
+
+@pytest.mark.parametrize("missing", ["step", "state_dict"])
+def test_an_object_that_lacks_a_method_of_a_scheduler_is_none(missing):
+    """One that can step has to be saved, and the other way round."""
+    methods = {name: lambda *_: None for name in ("step", "state_dict") if name != missing}
+    half = type("Half", (), methods)
+    with pytest.raises(SettingError, match="this one returned Half"):
+        Schedulers(lambda _: half(), optimizers(1))
+
+
+def test_a_scheduler_may_call_something_else_its_optimizer():
+    """Only one that is another optimizer shows that the function ignores its argument."""
+
+    class Named:
+        """A scheduler of the user, with the name of its optimizer."""
+
+        optimizer = "sgd"
+
+        def step(self):
+            """Do nothing."""
+
+        def state_dict(self):
+            """Return no state."""
+            return {}
+
+    assert Schedulers(lambda _: Named(), optimizers(1)).state_dict() == {}

@@ -194,3 +194,13 @@ def test_any_sequence_of_contents_is_what_a_copy_of_each_would_be(seed):
             contents = {version: newest}
         # The parameter, a copy of the newest version, and one for each of the two names.
         assert weights.held_bytes() in (4, 8, 12, 16)
+
+
+def test_only_stored_contents_and_those_that_are_shown_are_available():
+    """Any other has to be computed from the newest version, which is always available."""
+    _, working = made()
+    working.show("ahead", plus(10))
+    working.keep("forward", "ahead", plus(10))
+    assert [working.has(content) for content in (0, "ahead", "other")] == [True, True, False]
+    working.show("other", plus(20))
+    assert [working.has(content) for content in (0, "ahead", "other")] == [True, False, True]

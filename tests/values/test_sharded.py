@@ -5,6 +5,8 @@ The group is torch's fake one: this process is rank 1 of 2, and nothing is sent.
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from tests.values.fake_mesh import fake_mesh, sharded
@@ -26,7 +28,7 @@ def test_plain_tensors_are_whole_and_local():
     assert not is_sharded(None)
     assert local_part(tensor) is tensor
     assert whole(tensor) is tensor
-    target = torch.zeros(2, 3)
+    target = torch.full((2, 3), 7.0)
     copy_whole(target, tensor.detach())
     assert target.tolist() == [[1.0] * 3] * 2
 
@@ -56,7 +58,7 @@ def test_the_whole_has_the_shape_of_all_parts_and_no_graph(mesh):
 def test_of_a_whole_tensor_the_part_of_this_process_is_copied(mesh, dim):
     """In the dtype of the target; nothing is sent, since every process has the whole."""
     source = torch.arange(16, dtype=torch.float64).reshape(4, 4)
-    local = torch.zeros(2, 4) if dim == 0 else torch.zeros(4, 2)
+    local = torch.ones(2, 4) if dim == 0 else torch.ones(4, 2)
     copy_whole(sharded(mesh, local, dim=dim), source)
     expected = source[2:] if dim == 0 else source[:, 2:]
     assert local.dtype == torch.float32
@@ -75,3 +77,12 @@ def test_a_result_that_may_not_be_there_yet_gives_the_tensor_it_fills():
     pending = torch.zeros(2).as_subclass(Pending)
     pending.elem = torch.ones(2)
     assert local_part(pending) is pending.elem
+
+
+def test_without_torchs_module_no_tensor_is_shared(monkeypatch):
+    """It takes a second to import, and who has not imported it has made no such tensor."""
+    monkeypatch.delitem(sys.modules, "torch.distributed.tensor", raising=False)
+    tensor = torch.ones(2).as_subclass(type("Tagged", (torch.Tensor,), {}))
+    assert not is_sharded(tensor)
+    assert local_part(tensor) is tensor
+    assert whole(tensor) is tensor

@@ -89,6 +89,7 @@ def test_large_tensors_whose_ranges_overlap_count_as_overlapping():
     second = pages.as_strided((2,), ((1 << 26) + 1,), 1)
     assert overlapping_pairs([first, second]) == ((0, 1),)
     assert overlapping_pairs([pages[: 1 << 26], pages[1 << 26 :]]) == ()
+    assert overlapping_pairs([pages[1 << 26 :], pages[: 1 << 26]]) == ()
 
 
 SHAPES = [(), (0,), (1,), (3,), (2, 3), (1, 3), (3, 1), (2, 1, 3), (2, 0, 3), (2, 2, 2)]
@@ -122,6 +123,7 @@ def test_dense_tensors_fill_a_range_of_memory_exactly_once(shape):
         ((3, 2), (1, 3), (1, 3)),
         ((2, 3), (3, 2), None),  # positions of two dimensions interleave
         ((2, 3), (5, 2), (5, 2)),
+        ((2, 1, 3), (6, 4, 2), (6, 4, 2)),  # a stride of one element means nothing
         ((4, 3), (0, 1), (0, 1)),  # expanded: repeated elements take no memory
         ((4, 2), (0, 7), (0, 7)),
         ((4, 2), (0, 8), None),
@@ -185,3 +187,12 @@ def test_an_expanded_tensor_is_not_copied():
     assert copy_of(expanded) is expanded
     single = torch.arange(3.0).expand(1, 3)
     assert copy_of(single) is not single
+
+
+def test_one_row_that_was_expanded_to_one_row_is_copied():
+    """It repeats nothing, and may be changed in place."""
+    row = torch.arange(3.0)
+    expanded = row.as_strided((1, 3), (0, 1))
+    copied = copy_of(expanded)
+    assert torch.equal(copied, expanded)
+    assert copied.data_ptr() != row.data_ptr()

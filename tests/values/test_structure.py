@@ -20,8 +20,6 @@ from penstock.values.structure import (
     Unflattenable,
     flatten,
     labelled_leaves,
-    leaves_of,
-    map_tensors,
     tensors_of,
     unflatten,
 )
@@ -179,14 +177,6 @@ def test_containers_that_stand_in_several_places_are_one_afterwards():
     assert first is not inner
 
 
-def test_one_tensor_in_several_places_is_one_leaf():
-    """It is sent once, and its gradient is the sum."""
-    value = {"a": H, "b": [H, (H,)]}
-    assert len(tensors_of(value)) == 1
-    doubled = map_tensors(lambda tensor: tensor * 2, value)
-    assert doubled["a"] is doubled["b"][0] is doubled["b"][1][0]
-
-
 def test_a_sparse_tensor_is_its_indices_and_values():
     """What comes back is equal, and its gradient reaches what the values were made of."""
     dense = torch.tensor([[0.0, 2.0], [3.0, 0.0]], requires_grad=True)
@@ -270,16 +260,6 @@ def test_repeated_containers_are_numbered_as_they_are_rebuilt():
     assert second is fourth is third[1]
     assert (second, third, last) == ([1], [2, [1]], {"a": [2, [1]]})
     assert first is not last
-
-
-def test_equal_tensors_and_constants_are_leaves_of_their_own():
-    """Only one tensor in several places is one leaf; the second is not sent."""
-    other = H.clone()
-    leaves, structure = flatten([H, other, H, 1, 1, other])
-    assert len(leaves) == 4
-    rebuilt = unflatten(structure, leaves)
-    assert rebuilt[0] is rebuilt[2] is H
-    assert rebuilt[1] is rebuilt[5] is other
 
 
 def test_parts_made_while_flattening_are_not_taken_for_each_other():
@@ -384,23 +364,6 @@ def test_items_are_told_from_attributes():
     assert items[0] is H
     assert items[1:] == [1, 5, 6]
     assert flatten(H)[1].items() == [True]
-
-
-def test_tensors_and_constants_are_in_the_order_of_the_value():
-    """Callers match them with flags and forms by position."""
-    value = {"b": 1, "a": [H, "x", H + 1], "c": H}
-    assert [str(leaf) for leaf in leaves_of(value)] == ["1", str(H), "x", str(H + 1)]
-    assert [place for place, _ in labelled_leaves(value)] == [
-        "['b']",
-        "['a'][0]",
-        "['a'][1]",
-        "['a'][2]",
-    ]
-    assert leaves_of(H) == [H]
-    assert leaves_of(3) == [3]
-    assert tensors_of(3) == []
-    assert map_tensors(lambda tensor: tensor.shape, H) == (2, 3)
-    assert map_tensors(lambda tensor: tensor.shape, (H, 7)) == ((2, 3), 7)
 
 
 def test_classes_of_values_are_found_by_name_afterwards():
