@@ -105,3 +105,31 @@ def test_parameters_without_memory_are_blocks_of_their_own():
     """They have a common address, 0, and no common memory."""
     layout = Layout([nn.Parameter(torch.empty(0)), nn.Parameter(torch.empty(0, 3))])
     assert layout.groups == [[0], [1]]
+
+
+def test_blocks_are_found_in_any_order_of_their_parameters():
+    """Of two storages in turn, and from the end of a storage to its beginning."""
+    (tail, head), (other,) = (
+        inside(torch.arange(10.0), (4, 10), (0, 4)),
+        inside(torch.ones(3), (0, 3)),
+    )
+    layout = Layout([tail, other, head])
+    assert layout.groups == [[0, 2], [1]]
+    blocks = [layout.new_block(group) for group in range(2)]
+    assert blocks[0].flat.shape == (10,)
+    copy([block.flat for block in blocks], [block.flat for block in layout.current_blocks()])
+    assert blocks[0].flat.tolist() == list(range(10))
+    assert all(map(torch.equal, layout.tensors(blocks), [tail, other, head]))
+
+
+def test_a_parameter_with_gaps_has_a_block_with_gaps():
+    """Such as some columns of a matrix; the block ends at its last element."""
+    parameter = nn.Parameter(torch.arange(24.0).reshape(4, 6)[:, 1:3])
+    layout = Layout([parameter])
+    (block,) = layout.current_blocks()
+    assert (block.flat.numel(), block.flat[0].item(), block.flat[-1].item()) == (20, 1.0, 20.0)
+    new = layout.new_block(0)
+    copy([new.flat], [block.flat])
+    (values,) = layout.tensors([new])
+    assert torch.equal(values, parameter)
+    assert values.stride() == parameter.stride()

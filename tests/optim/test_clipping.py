@@ -51,6 +51,9 @@ def test_without_gradients_the_norm_is_zero():
     """A frozen stage has none, and neither does a frozen model."""
     assert norms_of([nn.Parameter(torch.ones(3))], CPU).shape == (0,)
     assert total_norm([torch.zeros(0)]) == 0.0
+    assert total_norm([]).shape == ()
+    half = torch.ones(1, dtype=torch.bfloat16)
+    assert total_norm([torch.zeros(0), half]).dtype is torch.bfloat16, "that of the gradients"
 
 
 def test_gradients_of_several_types_and_sparse_ones_count_like_the_others():

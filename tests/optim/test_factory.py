@@ -157,6 +157,9 @@ def test_groups_and_state_of_an_optimizer_have_places_of_their_own():
     optimizer = SGD([{"params": parameters((1,))} for _ in range(3)], lr=0.1, momentum=0.9)
     with pytest.raises(SettingError, match=r"momentum=0\.9\)\. Its 3 parameter groups go into"):
         check_factory(optimizer)
+    two = SGD([{"params": parameters((1,))} for _ in range(2)], lr=0.1)
+    with pytest.raises(SettingError, match=r"lr=0\.1\)\. Its 2 parameter groups go into"):
+        check_factory(two)
     plain = SGD(parameters((1,)), lr=0.1, momentum=0.9)
     with pytest.raises(SettingError, match=r"momentum=0\.9\)$"):
         check_factory(plain)
@@ -206,3 +209,10 @@ def test_groups_are_numbered_by_parameter():
     optimizer = SGD([{"params": [third]}, {"params": [second, first]}], lr=0.1)
     assert group_numbers(optimizer) == {id(third): 0, id(first): 1, id(second): 1}
     assert group_numbers(None) == {}
+
+
+def test_only_classes_of_torch_optim_have_its_name_in_front():
+    """Other packages' names may begin with torch."""
+    other = type("Lion", (SGD,), {"__module__": "torchlion.optim"})(parameters((1,)), lr=0.1)
+    with pytest.raises(SettingError, match=r"Write optimizer=lambda params: Lion\(params"):
+        check_factory(other)

@@ -7,7 +7,12 @@ import torch
 from torch import nn
 
 from penstock.errors import SettingError
-from penstock.optim.optimizer_state import load_optimizer_state, optimizer_state, state_device
+from penstock.optim.optimizer_state import (
+    PARAMETER_SHAPED,
+    load_optimizer_state,
+    optimizer_state,
+    state_device,
+)
 
 
 def parameters():
@@ -141,3 +146,48 @@ def test_a_name_that_one_parameter_lacks_hides_no_other_name():
     assert optimizer.state[held[0]] == {"b": first, "n": 1.0}
     assert optimizer.state[held[1]].keys() == {"a"}
     assert held[2] not in optimizer.state
+
+
+def test_large_numbers_come_back_exactly():
+    """A count of tokens is above what float32 can hold."""
+    held = parameters()
+    optimizer = Counting(held)
+    optimizer.state[held[0]]["count"] = 2**40 + 1
+    load_optimizer_state(optimizer, held, optimizer_state(optimizer, held))
+    assert optimizer.state[held[0]] == {"count": 2**40 + 1}
+
+
+def test_rows_have_an_entry_for_every_parameter_also_where_few_have_state():
+    """The place in the row names the parameter."""
+    held = parameters()
+    optimizer = torch.optim.Adam(held)
+    optimizer.state[held[2]] = {"exp_avg": torch.ones(3)}
+    (row,) = optimizer_state(optimizer, held).values()
+    assert [None if value is None else value.tolist() for value in row] == [None, None, [1, 1, 1]]
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("SGD", {"lr": 0.1, "momentum": 0.9}),
+        ("Adam", {"amsgrad": True}),
+        ("NAdam", {}),
+        ("RAdam", {}),
+        ("Adamax", {}),
+        ("Adadelta", {}),
+        ("Adagrad", {}),
+        ("ASGD", {}),
+        ("RMSprop", {"centered": True, "momentum": 0.5}),
+        ("Rprop", {}),
+    ],
+)
+def test_state_in_the_shape_of_the_parameter_is_known_by_its_key(name, options):
+    """It is checked against the parameter when it is loaded, and sharded as the parameter is."""
+    parameter = nn.Parameter(torch.ones(2, 3))
+    parameter.grad = torch.ones(2, 3)
+    optimizer = getattr(torch.optim, name)([parameter], **options)
+    optimizer.step()
+    state = optimizer.state[parameter].items()
+    keys = {key for key, value in state if isinstance(value, torch.Tensor) and value.dim()}
+    assert keys
+    assert keys <= PARAMETER_SHAPED

@@ -60,6 +60,10 @@ def test_what_a_user_may_say():
     assert LossScaler.of({"init_scale": 8}).scale == 8.0
     assert LossScaler.of(torch.amp.GradScaler("cpu", init_scale=4.0)).scale == 4.0
     assert LossScaler.of(torch.amp.GradScaler("cpu", enabled=False)) is None
+    used = torch.amp.GradScaler("cpu", init_scale=4.0)
+    used.scale(torch.ones(()))
+    used.update(16.0)
+    assert LossScaler.of(used).scale == 16.0
 
 
 def test_gradients_in_float16_are_refused():
