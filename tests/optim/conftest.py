@@ -72,7 +72,7 @@ class Line:
         forward, backward = updates_before(ops, "F"), updates_before(ops, "B")
         m, n_copies = self.micro_batches, self.pipelines
 
-        def own(batch: int, updates: int) -> int:
+        def updates_of_copy(batch: int, updates: int) -> int:
             """Return how many of the first updates were those of the batch's copy of the weights."""
             return len([b for b in range(updates) if b % n_copies == batch % n_copies])
 
@@ -87,11 +87,11 @@ class Line:
                         batch=b,
                         micro_batch=n % m,
                         micro_batches=m,
-                        at_forward=own(b, forward[n]),
-                        at_backward=own(b, backward[n]),
-                        at_first_stage=own(b, first[n]),
-                        batch_at_forward=own(b, forward[b * m]),
-                        batch_at_backward=own(b, backward[b * m]),
+                        at_forward=updates_of_copy(b, forward[n]),
+                        at_backward=updates_of_copy(b, backward[n]),
+                        at_first_stage=updates_of_copy(b, first[n]),
+                        batch_at_forward=updates_of_copy(b, forward[b * m]),
+                        batch_at_backward=updates_of_copy(b, backward[b * m]),
                     )
                 )
             )

@@ -44,7 +44,7 @@ class Alone:
         return []
 
 
-def made(lab, module, rule, pair, stage=0):
+def weights_on(lab, module, rule, pair, stage=0):
     """Return weights under a rule, and their line."""
     micro_batches = 3 if rule in ("double-buffer", "xpipe", "pipeoptim") else 1
     pipelines = 3 if rule == "avgpipe" else 1
@@ -63,7 +63,7 @@ def test_a_run_that_is_saved_at_a_drain_and_loaded_elsewhere_goes_on_to_the_bit(
     on whether the run was interrupted there.
     """
     module = lab.mlp()
-    weights, line, optimizer = made(lab, module, rule, pair)
+    weights, line, optimizer = weights_on(lab, module, rule, pair)
     lab.play(module, weights, line.ops, lab.vectors, lab.squares)
     weights.drain()
 
@@ -76,7 +76,7 @@ def test_a_run_that_is_saved_at_a_drain_and_loaded_elsewhere_goes_on_to_the_bit(
     values, of_optimizer, state, facts = torch.load(file)
     assert all(len(row) == len(list(module.parameters())) for row in state.values())
     other = lab.mlp(seed=7)
-    resumed, _, other_optimizer = made(lab, other, rule, pair)
+    resumed, _, other_optimizer = weights_on(lab, other, rule, pair)
     lab.play(
         other, resumed, line.ops, lambda n: lab.vectors(n + 500), lab.squares
     )  # whatever it did before is forgotten
@@ -99,8 +99,8 @@ def test_a_run_that_is_saved_at_a_drain_and_loaded_elsewhere_goes_on_to_the_bit(
 def test_a_checkpoint_of_another_rule_has_nothing_for_it_and_it_begins_anew(lab, rule, pair):
     """A run that began with `stash` may continue with any other rule."""
     module, other = lab.mlp(), lab.mlp()
-    weights, line, _ = made(lab, module, rule, pair)
-    used, _, optimizer = made(lab, other, rule, pair)
+    weights, line, _ = weights_on(lab, module, rule, pair)
+    used, _, optimizer = weights_on(lab, other, rule, pair)
     lab.play(other, used, line.ops, lab.vectors, lab.squares)
     used.drain()
     optimizer.state.clear()
@@ -119,7 +119,7 @@ def test_no_more_is_held_than_the_rule_says(lab, rule, pair, stage):
     The gradients that a prediction keeps, and the scratch memory for roots, are added.
     """
     module = lab.mlp()
-    weights, line, _ = made(lab, module, rule, pair, stage)
+    weights, line, _ = weights_on(lab, module, rule, pair, stage)
     size = sum(parameter.nbytes for parameter in module.parameters())
     most, graphs = 0, {}
     for op in line.ops:
@@ -137,7 +137,7 @@ def test_no_more_is_held_than_the_rule_says(lab, rule, pair, stage):
 def test_after_a_drain_parameters_can_be_evaluated_loaded_and_trained_on(lab, rule, pair):
     """The parameters of a drained stage are its newest version, in memory that others may write to."""
     module = lab.mlp()
-    weights, line, _ = made(lab, module, rule, pair)
+    weights, line, _ = weights_on(lab, module, rule, pair)
     lab.play(module, weights, line.ops, lab.vectors, lab.squares)
     weights.drain()
     before = lab.values_of(module)
@@ -161,7 +161,7 @@ def test_frozen_parameters_and_buffers_are_left_alone(lab, rule, pair):
     module = nn.Sequential(
         nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 3)
     ).double()
-    weights, line, _ = made(lab, module, rule, pair)
+    weights, line, _ = weights_on(lab, module, rule, pair)
     frozen = module[2].weight
     place, before = frozen.data_ptr(), frozen.detach().clone()
     buffers = [buffer.data_ptr() for buffer in module.buffers()]

@@ -111,12 +111,12 @@ def test_of_gradients_that_processes_share_the_part_of_this_one_is_clipped():
         part, plain = torch.tensor([[3.0, -4.0]]), torch.tensor([6.0, -8.0])
         shared = nn.Parameter(sharded(mesh, torch.zeros(1, 2)))
         shared.grad = sharded(mesh, part)
-        own = nn.Parameter(torch.zeros(2))
-        own.grad = plain
-        assert [norm.shape for norm in norms_of([shared, own], CPU)] == [(), ()]
-        clip([shared, own], 1.0, torch.tensor(2.0))
+        unsharded = nn.Parameter(torch.zeros(2))
+        unsharded.grad = plain
+        assert [norm.shape for norm in norms_of([shared, unsharded], CPU)] == [(), ()]
+        clip([shared, unsharded], 1.0, torch.tensor(2.0))
         torch.testing.assert_close(part, torch.tensor([[1.5, -2.0]]))
         torch.testing.assert_close(plain, torch.tensor([3.0, -4.0]))
-        clip_values([shared, own], 1.75)
+        clip_values([shared, unsharded], 1.75)
         torch.testing.assert_close(part, torch.tensor([[1.5, -1.75]]))
         assert plain.tolist() == [1.75, -1.75]

@@ -121,11 +121,11 @@ def test_one_update_of_rmsprop_ahead_is_the_last_step_again():
 def test_last_gradients_come_back_as_copies_with_gaps(kind, make):
     """Copies of a stage in one process load the same tensors; a parameter may have had none."""
 
-    def made():
+    def parameters_and_optimizer():
         parameters = [nn.Parameter(torch.ones(2)) for _ in range(3)]
         return parameters, make(parameters)
 
-    parameters, optimizer = made()
+    parameters, optimizer = parameters_and_optimizer()
     direction = kind(optimizer, parameters)
     assert direction.state() == {}
     for number in (0, 2):
@@ -138,7 +138,7 @@ def test_last_gradients_come_back_as_copies_with_gaps(kind, make):
     direction.move(expected, 2.0)
     saved = {key: [None if g is None else g.clone() for g in row] for key in direction.state()}
     for _ in range(2):
-        others, other_optimizer = made()
+        others, other_optimizer = parameters_and_optimizer()
         other_optimizer.load_state_dict(optimizer.state_dict())
         loaded = kind(other_optimizer, others)
         loaded.load_state(saved)

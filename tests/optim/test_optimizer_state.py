@@ -61,17 +61,17 @@ def test_what_is_loaded_is_a_copy():
 class Counting(torch.optim.Optimizer):
     """An optimizer with a plain number, and any other value, in its state."""
 
-    def __init__(self, ps, kept=None) -> None:
+    def __init__(self, ps, history=None) -> None:
         super().__init__(ps, {})
-        self.kept = kept
+        self.history = history
 
     def step(self, closure=None):
         for parameter in self.param_groups[0]["params"]:
             state = self.state[parameter]
             state["count"] = state.get("count", 0) + 1
             state["nothing"] = None
-            if self.kept is not None:
-                state["kept"] = self.kept
+            if self.history is not None:
+                state["history"] = self.history
 
 
 def test_plain_numbers_come_back_as_numbers():
@@ -88,11 +88,11 @@ def test_plain_numbers_come_back_as_numbers():
 def test_what_a_checkpoint_cannot_hold_is_refused():
     """A history of closures, for example."""
     ps = parameters()
-    optimizer = Counting(ps, kept=[1])
+    optimizer = Counting(ps, history=[1])
     optimizer.step()
     with pytest.raises(
         SettingError,
-        match=r"Counting keeps a list as 'kept': a checkpoint can hold tensors and plain numbers",
+        match=r"Counting keeps a list as 'history': a checkpoint can hold tensors and plain numbers",
     ):
         optimizer_state(optimizer, ps)
 

@@ -272,7 +272,7 @@ def test_one_parameter_group_without_a_learning_rate_is_enough_for_a_refusal(lab
     """It could not be rescheduled as the others are."""
 
     def factory(parameters):
-        optimizer = torch.optim.SGD([{"params": [each]} for each in parameters], lr=0.1)
+        optimizer = torch.optim.SGD([{"params": [parameter]} for parameter in parameters], lr=0.1)
         del optimizer.param_groups[1]["lr"]
         return optimizer
 

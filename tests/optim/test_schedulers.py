@@ -83,7 +83,7 @@ def test_the_best_metric_so_far_is_kept_and_infinity_with_it():
 def test_a_stand_in_steps_nothing_and_knows_the_rate():
     """For ranks without parameters to train."""
     optimizer = stand_in(lambda params: SGD(params, lr=2.0))
-    assert Schedulers(lambda each: StepLR(each, 1), [optimizer]).get_last_lr() == [2.0]
+    assert Schedulers(lambda optimizer: StepLR(optimizer, 1), [optimizer]).get_last_lr() == [2.0]
 
 
 class Odd(LRScheduler):
@@ -212,12 +212,12 @@ def test_a_resumed_scheduler_keeps_options_that_were_restored_before_it(recwarn)
 
 def test_a_saved_state_of_another_class_is_refused_in_its_place():
     """By its name, or by its entries where the name is not known."""
-    saved = Schedulers(lambda each: StepLR(each, 2), optimizers(1))
+    saved = Schedulers(lambda optimizer: StepLR(optimizer, 2), optimizers(1))
     text = saved.as_json()
     assert saved.kind == "torch.optim.lr_scheduler.StepLR"
     for kind, words in ((saved.kind, saved.kind), (None, "another one")):
         with pytest.raises(SettingError) as refusal:
-            Schedulers(lambda each: ExponentialLR(each, 0.5), optimizers(1), text, kind)
+            Schedulers(lambda optimizer: ExponentialLR(optimizer, 0.5), optimizers(1), text, kind)
         assert str(refusal.value) == (
             "this scheduler is torch.optim.lr_scheduler.ExponentialLR, and the checkpoint that was "
             f"loaded has the state of {words} in its place. Make the same schedulers in the same "
@@ -239,12 +239,12 @@ def test_a_saved_state_of_another_class_is_refused_in_its_place():
             r"such as lambda optimizer: StepLR\(optimizer, \.\.\.\), since .* this is a StepLR itself$",
         ),
         (
-            lambda each: None,
+            lambda optimizer: None,
             r"such as lambda .*: StepLR\(optimizer, 10\); this one returned NoneType$",
         ),
-        (lambda each: StepLR, r"this one returned type$"),
+        (lambda optimizer: StepLR, r"this one returned type$"),
         (
-            lambda each, other=SGD([nn.Parameter(torch.ones(1))], lr=1.0): StepLR(other, 2),
+            lambda optimizer, other=SGD([nn.Parameter(torch.ones(1))], lr=1.0): StepLR(other, 2),
             r"got a StepLR of another one: it ignores its argument\. Write lambda optimizer: StepLR",
         ),
     ],
@@ -265,7 +265,9 @@ def test_a_scheduler_of_the_optimizer_of_another_stage_is_refused():
 def test_arguments_of_a_step_reach_all_schedulers():
     """A metric, or the number of an epoch."""
     held = optimizers(1, 1)
-    plateau = Schedulers(lambda each: ReduceLROnPlateau(each, patience=0, factor=0.5), held)
+    plateau = Schedulers(
+        lambda optimizer: ReduceLROnPlateau(optimizer, patience=0, factor=0.5), held
+    )
     for metric in (1.0, 2.0, 3.0):
         plateau.step(metrics=metric)
     assert [optimizer.param_groups[0]["lr"] for optimizer in held] == [0.25, 0.25]
@@ -276,7 +278,7 @@ def test_schedulers_do_not_share_a_learning_rate_that_is_a_tensor():
     """Each would change it for all stages."""
     rate = torch.tensor(1.0)
     held = [SGD([nn.Parameter(torch.ones(1))], lr=rate) for _ in range(3)]
-    schedulers = Schedulers(lambda each: StepLR(each, 1, gamma=0.5), held)
+    schedulers = Schedulers(lambda optimizer: StepLR(optimizer, 1, gamma=0.5), held)
     stepped(schedulers, held, 2)
     assert [float(optimizer.param_groups[0]["lr"]) for optimizer in held] == [0.25] * 3
 

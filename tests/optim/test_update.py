@@ -227,7 +227,10 @@ def test_what_is_no_optimizer_is_refused_with_its_kind(result, kind):
 
 @pytest.mark.parametrize(
     "make",
-    [lambda found: torch.optim.Adam(found, lr=0.1), lambda found: SGD(found, lr=0.1, momentum=0.9)],
+    [
+        lambda params: torch.optim.Adam(params, lr=0.1),
+        lambda params: SGD(params, lr=0.1, momentum=0.9),
+    ],
 )
 def test_any_optimizer_of_torchs_keeps_its_state_from_step_to_step(make):
     """Momentum is per stage, and must survive between batches."""
@@ -271,7 +274,7 @@ def test_another_optimizer_is_over_the_same_parameters_with_a_state_of_its_own()
     """Copies of the weights that take turns have the same parameters, but momentum of their own."""
     held = parameters(1, 2)
     held.append(nn.Parameter(torch.ones(1), requires_grad=False))
-    update = Update.make(held, lambda found: SGD(found, lr=0.5, momentum=0.9))
+    update = Update.make(held, lambda params: SGD(params, lr=0.5, momentum=0.9))
     other = update.new_optimizer()
     assert other.param_groups[0]["params"] == held
     update.advance(other)
@@ -371,10 +374,10 @@ def test_what_replicas_update_is_neither_stepped_nor_kept_here():
 
 def test_borrowed_parameters_are_refreshed_and_zeroed_but_not_stepped():
     """Their gradients accumulate here too; another stage steps them."""
-    own, lent, frozen = parameters(1.0, 1.0, 1.0)
+    stepped, lent, frozen = parameters(1.0, 1.0, 1.0)
     frozen.requires_grad_(requires_grad=False)
-    update = Update.make([own, lent, frozen], sgd, borrowed=[lent, frozen])
-    assert (update.parameters, update.borrowed) == ([own], [lent])
+    update = Update.make([stepped, lent, frozen], sgd, borrowed=[lent, frozen])
+    assert (update.parameters, update.borrowed) == ([stepped], [lent])
     assert update.trains
     frozen.requires_grad_()
     lent.requires_grad_(requires_grad=False)
@@ -383,7 +386,7 @@ def test_borrowed_parameters_are_refreshed_and_zeroed_but_not_stepped():
     update.step()
     assert lent.item() == frozen.item() == 1.0
     update.zero()
-    assert own.grad is lent.grad is frozen.grad is None
+    assert stepped.grad is lent.grad is frozen.grad is None
 
 
 def test_a_stage_trains_if_any_parameter_requires_a_gradient():

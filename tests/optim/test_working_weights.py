@@ -12,7 +12,7 @@ from penstock.optim.update import Update
 from penstock.optim.working_weights import WorkingWeights
 
 
-def made(value=1.0):
+def working_parameter(value=1.0):
     """Return a parameter with one element, and its working weights, whose newest version is called
     0.
     """
@@ -33,7 +33,7 @@ def plus(amount, calls=None):
 
 def test_while_only_the_newest_is_shown_nothing_is_copied():
     """A stage that neither predicts nor corrects has the memory of plain training."""
-    parameter, working = made()
+    parameter, working = working_parameter()
     for _ in range(3):
         working.show(0)
         working.begin_step()
@@ -45,7 +45,7 @@ def test_while_only_the_newest_is_shown_nothing_is_copied():
 
 def test_a_prediction_is_made_once_and_the_newest_comes_back():
     """Contents that the parameters hold already are not computed again."""
-    parameter, working = made()
+    parameter, working = working_parameter()
     calls = []
     for content in ("ahead", "ahead", 0, 0, "ahead"):
         working.show(content, plus(10, calls))
@@ -56,7 +56,7 @@ def test_a_prediction_is_made_once_and_the_newest_comes_back():
 
 def test_every_change_begins_at_the_newest_version():
     """Changes do not accumulate."""
-    parameter, working = made()
+    parameter, working = working_parameter()
     working.show("one", plus(10))
     working.show("two", plus(20))
     assert parameter.item() == 21
@@ -67,7 +67,7 @@ def test_what_is_kept_can_be_had_after_an_update_as_it_was(soon):
     """XPipe's later micro-batches read the first one's prediction, whose base version is no longer
     available.
     """
-    parameter, working = made()
+    parameter, working = working_parameter()
     working.show("ahead", plus(10))
     working.keep("forward", "ahead", plus(10), soon=soon)
     working.show(0)
@@ -87,7 +87,7 @@ def test_what_is_kept_can_be_had_after_an_update_as_it_was(soon):
 
 def test_what_is_kept_soon_is_not_made_again():
     """A copy takes less time than computing Adam's direction."""
-    _, working = made()
+    _, working = working_parameter()
     for soon, expected_calls in ((True, 1), (False, 2)):
         calls = []
         working.show("ahead", plus(10, calls))
@@ -100,7 +100,7 @@ def test_what_is_kept_soon_is_not_made_again():
 
 def test_the_newest_version_can_be_kept_over_an_update_too():
     """With distance 0 the prediction is the version itself."""
-    parameter, working = made()
+    parameter, working = working_parameter()
     working.show(0)
     working.keep("forward", 0)
     working.show("other", plus(5))
@@ -115,7 +115,7 @@ def test_the_newest_version_can_be_kept_over_an_update_too():
 
 def test_a_restart_shows_the_newest_and_forgets_what_was_kept():
     """After a drain others may write into the parameters, and their values count."""
-    parameter, working = made()
+    parameter, working = working_parameter()
     working.show("ahead", plus(10))
     working.keep("forward", "ahead")
     working.restart(0)
@@ -129,7 +129,7 @@ def test_a_restart_shows_the_newest_and_forgets_what_was_kept():
 
 def test_changes_are_none_to_autograd():
     """Graphs in flight are meant to read the changed values."""
-    parameter, working = made(2.0)
+    parameter, working = working_parameter(2.0)
     graph = parameter * parameter
     working.show("ahead", plus(1))
     graph.backward()
@@ -138,7 +138,7 @@ def test_changes_are_none_to_autograd():
 
 def test_a_parameter_that_a_layer_has_moved_is_followed():
     """On a GPU, recurrent layers make their weights contiguous."""
-    parameter, working = made()
+    parameter, working = working_parameter()
     working.show("ahead", plus(10))
     parameter.data = parameter.data.clone()
     working.show(0)
@@ -151,7 +151,7 @@ def test_any_sequence_of_contents_is_what_a_copy_of_each_would_be(seed):
     versions, cached under two names, over steps and restarts.
     """
     rng = random.Random(seed)
-    parameter, weights = made()
+    parameter, weights = working_parameter()
     newest = parameter.item()
     version, cached, soon = 0, {}, {}
     contents = {0: newest}
@@ -179,11 +179,11 @@ def test_any_sequence_of_contents_is_what_a_copy_of_each_would_be(seed):
             version += 1
             weights.end_step(version)
             newest = parameter.item()
-            kept = {
+            stored_contents = {
                 content: contents[content] for content in cached.values() if content is not None
             }
-            contents = {version: newest, **kept}
-            assert all(weights.has(content) for content in kept)
+            contents = {version: newest, **stored_contents}
+            assert all(weights.has(content) for content in stored_contents)
         elif action == "restart":
             version += 100
             weights.restart(version)
@@ -198,7 +198,7 @@ def test_any_sequence_of_contents_is_what_a_copy_of_each_would_be(seed):
 
 def test_only_stored_contents_and_those_that_are_shown_are_available():
     """Any other has to be computed from the newest version, which is always available."""
-    _, working = made()
+    _, working = working_parameter()
     working.show("ahead", plus(10))
     working.keep("forward", "ahead", plus(10))
     assert [working.has(content) for content in (0, "ahead", "other")] == [True, True, False]

@@ -33,17 +33,17 @@ def models(draw):
     count = draw(st.integers(1, 14))
     cost = st.one_of(st.just(0.0), st.sampled_from([0.1, 0.5, 1.0, 1000.0]), st.floats(0, 1))
 
-    def each(values):
+    def draw_list(values):
         return draw(st.lists(values, min_size=count, max_size=count))
 
-    kinds = each(st.sampled_from(["Conv2d", "Linear"]))
+    kinds = draw_list(st.sampled_from(["Conv2d", "Linear"]))
     kinds[draw(st.integers(0, count - 1))] = "Conv2d"
     return {
-        "forward": each(cost),
-        "backward": each(cost),
+        "forward": draw_list(cost),
+        "backward": draw_list(cost),
         "kinds": kinds,
-        "parameters": each(st.integers(0, 9)),
-        "output_bytes": each(cost),
+        "parameters": draw_list(st.integers(0, 9)),
+        "output_bytes": draw_list(cost),
     }, draw(st.integers(1, count))
 
 

@@ -162,8 +162,8 @@ def test_a_v_within_bounds_is_recognised_whether_stages_may_be_empty_or_not(seed
     ]
     fastest = np.concatenate([[0], np.cumsum(np.diff(placed.seconds, axis=1).min(axis=0))])
     reached = np.zeros((ranks + 1, layers + 1, layers + 1), np.uint8)
-    found = fold(placed, fastest, bound, largest, np.empty(layers + 1, np.int64), reached)
-    assert bool(found) == bool(strict)
+    is_possible = fold(placed, fastest, bound, largest, np.empty(layers + 1, np.int64), reached)
+    assert bool(is_possible) == bool(strict)
     innermost = {ends[ranks - 1] for ends in strict}
     assert set(np.flatnonzero(np.diagonal(reached[-1]))) == innermost
 

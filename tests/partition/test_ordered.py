@@ -25,20 +25,20 @@ def chains(draw):
     counts = draw(st.lists(st.integers(0, 3), min_size=kinds, max_size=kinds).filter(any))
     stages = draw(st.integers(1, min(layers, sum(counts), 4)))
 
-    def each(values, count):
+    def draw_list(values, count):
         return draw(st.lists(values, min_size=count, max_size=count))
 
     options = {}
     if draw(st.booleans()):
-        options["transfer"] = each(REAL, layers - 1)
+        options["transfer"] = draw_list(REAL, layers - 1)
     if draw(st.booleans()):
         options |= {
-            "fixed_bytes": each(st.integers(0, 9), layers),
-            "saved_bytes": [each(st.integers(0, 9), layers) for _ in range(kinds)],
-            "in_flight": each(st.sampled_from([0, 1, 2.5]), stages),
-            "limits_of_kind": each(st.integers(0, 50), kinds),
+            "fixed_bytes": draw_list(st.integers(0, 9), layers),
+            "saved_bytes": [draw_list(st.integers(0, 9), layers) for _ in range(kinds)],
+            "in_flight": draw_list(st.sampled_from([0, 1, 2.5]), stages),
+            "limits_of_kind": draw_list(st.integers(0, 50), kinds),
         }
-    return [each(REAL, layers) for _ in range(kinds)], counts, stages, options
+    return [draw_list(REAL, layers) for _ in range(kinds)], counts, stages, options
 
 
 def slowest(case, lengths, kinds):

@@ -25,12 +25,12 @@ def ways_of(chain, stages, *, exactly):
         used = sum(replicas for _, replicas in way)
         if stages not in (None, len(way)) or (exactly and used != chain.ranks):
             continue
-        kept = not chain.most_stages.size or all(
+        keeps_depth = not chain.most_stages.size or all(
             chain.most_stages[first, end, replicas] >= after
             for first, end, replicas, after in spans(way)
         )
         seconds = times(chain.table, way)
-        if kept and max(seconds) < np.inf:
+        if keeps_depth and max(seconds) < np.inf:
             yield way, max(seconds), sum(seconds)
 
 
@@ -51,10 +51,12 @@ def test_the_least_bound_is_that_of_the_best_way_and_its_stages_keep_it(case):
     if not ways:
         assert result is None
         return
-    bound, found = result
+    bound, best_way = result
     assert bound == min(slowest for _, slowest, _ in ways)
-    assert (found, bound) in [(way, slowest) for way, slowest, _ in ways]
-    assert chain.seconds(found) == seconds_of(chain.table, found) == times(chain.table, found)
+    assert (best_way, bound) in [(way, slowest) for way, slowest, _ in ways]
+    assert (
+        chain.seconds(best_way) == seconds_of(chain.table, best_way) == times(chain.table, best_way)
+    )
     assert chain.suffices(bound, stages)
     assert not chain.suffices(np.nextafter(bound, -1), stages)
 
@@ -72,11 +74,11 @@ def test_the_least_sum_or_maximum_within_a_bound_is_that_of_the_best_way(case, s
         for way, slowest, total in ways_of(chain, stages, exactly=exactly)
         if slowest <= bound
     ]
-    found = chain.least(bound=bound, sums=sums, stages=stages, exactly=exactly)
+    best_way = chain.least(bound=bound, sums=sums, stages=stages, exactly=exactly)
     if not ways:
-        assert found is None
+        assert best_way is None
         return
-    assert (found, min(value for _, value in ways)) in ways
+    assert (best_way, min(value for _, value in ways)) in ways
 
 
 @settings(max_examples=40)
@@ -93,11 +95,11 @@ def test_ranks_that_are_left_make_the_stages_of_a_cut_as_even_as_possible(seed, 
             if [length for length, _ in other] == lengths
             and max(times(chain.table, other)) <= bound
         }
-        found = chain.spread_ranks(way, bound)
+        best_way = chain.spread_ranks(way, bound)
         if not squares:
-            assert found is None
+            assert best_way is None
         else:
-            assert squares[tuple(found)] == pytest.approx(min(squares.values()))
+            assert squares[tuple(best_way)] == pytest.approx(min(squares.values()))
 
 
 def test_a_depth_is_exceeded_only_by_more_stages_than_the_limit():

@@ -202,8 +202,8 @@ def test_no_bound_tried_one_after_another_gives_a_smaller_sum_with_its_slowest(s
     ]
     for factor in (0.5, 2.0, 5.0, 20.0):
         least = min(sum(times(table, cut)) + factor * max(times(table, cut)) for cut in cuts if cut)
-        found = times(table, replicated_sum(table, factor, exactly=exactly))
-        assert sum(found) + factor * max(found) == pytest.approx(least, rel=1e-12)
+        stage_seconds = times(table, replicated_sum(table, factor, exactly=exactly))
+        assert sum(stage_seconds) + factor * max(stage_seconds) == pytest.approx(least, rel=1e-12)
 
 
 @pytest.mark.parametrize("seed", [37, 43])

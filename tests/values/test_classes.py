@@ -28,12 +28,12 @@ def local_classes():
     class State(NamedTuple):
         inner: Inner
 
-    def made(h):
+    def make_state(h):
         return State(Inner(h))
 
     class Layer(nn.Module):
         def forward(self, x):
-            return made(x)
+            return make_state(x)
 
     return Layer(), State, Inner
 

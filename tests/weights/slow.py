@@ -97,7 +97,7 @@ def ages(schedule: Schedule, reads: dict[tuple[int, int], Reads]) -> list[list[i
     ]
 
 
-def kept(schedule: Schedule, reads: dict[tuple[int, int], Reads]) -> tuple[int, ...]:
+def version_counts(schedule: Schedule, reads: dict[tuple[int, int], Reads]) -> tuple[int, ...]:
     """Per stage, the most versions on a rank at once: what is in flight reads, the next F and all
     after it, and the newest.
     """
@@ -188,7 +188,7 @@ class _Builder:
                 ready_ops.append(Op(Kind.U, s, t + 1))
         return ready_ops
 
-    def made(self) -> Schedule:
+    def schedule(self) -> Schedule:
         """All of it."""
         eager = self.rng.random()
         while ready := self.ready():
@@ -208,7 +208,7 @@ def streams(pipelines: int = 1) -> st.SearchStrategy[Schedule]:
     has.
     """
     return st.builds(
-        lambda *args: _Builder(*args).made(),
+        lambda *args: _Builder(*args).schedule(),
         st.integers(0, 2**32),
         st.integers(1, 4),
         st.integers(1, 3),

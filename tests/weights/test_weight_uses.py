@@ -100,7 +100,7 @@ def test_staleness_and_versions_are_those_of_a_long_program_however_short_the_gi
     long = with_batch_count(family_schedule, 2 * family_schedule.batches)
     reads = {key: rule.reads(place) for key, place in slow.places(long).items()}
     assert weight_readings.versions == (
-        (1,) * stages if rule.one_version else slow.kept(long, reads)
+        (1,) * stages if rule.one_version else slow.version_counts(long, reads)
     )
     ages = slow.ages(long, reads)
     assert [list(row) for row in weight_readings.ages] == [
@@ -177,7 +177,7 @@ def test_any_stream_has_the_staleness_and_the_versions_of_a_slow_count(schedule)
 
 def same_versions(schedule, weight_readings, reads):
     """As many as the slow count finds; or more, if it would find them in the batches to come."""
-    counted = slow.kept(schedule, reads)
+    counted = slow.version_counts(schedule, reads)
     try:
         period_of(schedule)
     except ScheduleError:
