@@ -133,3 +133,16 @@ def test_a_parameter_with_gaps_has_a_block_with_gaps():
     (values,) = layout.tensors([new])
     assert torch.equal(values, parameter)
     assert values.stride() == parameter.stride()
+
+
+def test_types_of_unlike_sizes_that_seem_contiguous_are_not_one_block():
+    """Offsets are counted in elements: 2 to 4 of float32 lie behind 0 to 2 of float16."""
+    memory = torch.zeros(16, dtype=torch.uint8)
+    half = nn.Parameter(memory[:4].view(torch.float16))
+    single = nn.Parameter(memory[8:].view(torch.float32))
+    layout = Layout([half, single])
+    assert layout.groups == [[0], [1]]
+    assert [layout.new_block(group).flat.dtype for group in range(2)] == [
+        torch.float16,
+        torch.float32,
+    ]

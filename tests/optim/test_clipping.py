@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.values.fake_mesh import fake_mesh, sharded
 from torch import nn
 
-from penstock.optim.clipping import clip, clip_values, norms_of, total_norm
+from penstock.optim.clipping import clip, clip_values, gradient_norms, norms_of, total_norm
 
 CPU = torch.device("cpu")
 
@@ -114,6 +114,8 @@ def test_of_gradients_that_processes_share_the_part_of_this_one_is_clipped():
         unsharded = nn.Parameter(torch.zeros(2))
         unsharded.grad = plain
         assert [norm.shape for norm in norms_of([shared, unsharded], CPU)] == [(), ()]
+        norms = gradient_norms([shared, unsharded])
+        assert [type(norm) for norm in norms] == [torch.Tensor] * 2
         clip([shared, unsharded], 1.0, torch.tensor(2.0))
         torch.testing.assert_close(part, torch.tensor([[1.5, -2.0]]))
         torch.testing.assert_close(plain, torch.tensor([3.0, -4.0]))

@@ -58,6 +58,7 @@ def test_what_a_user_may_say():
     assert LossScaler.of(None) is LossScaler.of(False) is None
     assert LossScaler.of(True).scale == 65536.0
     assert LossScaler.of({"init_scale": 8}).scale == 8.0
+    assert LossScaler.of({}).scale == 65536.0
     assert LossScaler.of(torch.amp.GradScaler("cpu", init_scale=4.0)).scale == 4.0
     assert LossScaler.of(torch.amp.GradScaler("cpu", enabled=False)) is None
     used = torch.amp.GradScaler("cpu", init_scale=4.0)
@@ -131,6 +132,19 @@ def test_options_may_be_integers():
     assert scaler.state_dict() == {"scale": 512.0, "steps": 0, "skipped": 1}
     scaler.update(0.0)
     assert scaler.scale == 1024.0
+
+
+def test_steps_since_the_scale_changed_come_back_from_a_checkpoint():
+    """The next increase comes when it would have come without the interruption."""
+    scaler = LossScaler({"init_scale": 4.0, "growth_interval": 3})
+    for _ in range(2):
+        scaler.update(0.0)
+    state = scaler.state_dict()
+    assert state == {"scale": 4.0, "steps": 2, "skipped": 0}
+    resumed = LossScaler({"init_scale": 1.0, "growth_interval": 3})
+    resumed.load_state_dict(state)
+    resumed.update(0.0)
+    assert resumed.state_dict() == {"scale": 8.0, "steps": 0, "skipped": 0}
 
 
 def test_the_default_options_are_torchs():

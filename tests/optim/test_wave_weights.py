@@ -24,7 +24,8 @@ class Exchange:
         self.log.append(wave)
         for other, row in enumerate(self.queues):
             if other != self.mine:
-                row[self.mine].put((wave, [tensor.clone() for tensor in tensors]))
+                # Not copied, as between ranks of one process: a sender must not change them later.
+                row[self.mine].put((wave, tensors))
 
     def receive_wave(self, wave):
         others = [
