@@ -116,3 +116,13 @@ def test_options_that_differ_between_stages_are_read_from_the_first():
         stage.param_groups[0]["lr"] = float(number)
     first, _ = parameter_groups_of(stages)
     assert first["lr"] == 0.0
+
+
+def test_a_rate_that_requires_a_gradient_can_be_set():
+    """A differentiable optimizer has such rates; the write is no part of a graph."""
+    rate = torch.tensor(0.1, requires_grad=True)
+    (stage,) = optimizers(count=1)
+    stage.param_groups[0]["lr"] = rate
+    parameter_groups_of([stage])[0]["lr"] = 0.5
+    assert stage.param_groups[0]["lr"] is rate
+    assert (rate.item(), rate.grad_fn) == (0.5, None)
