@@ -270,13 +270,11 @@ def test_a_class_derived_from_torchs_counts_as_torchs(lab):
     assert kind_of(torch.optim.AdamW(parameters)) == "AdamW"
     assert kind_of(Own(parameters, {})) == "Own"
     rule = lab.rule_called("mine", optimizers=("Adam",), because="why not")
+    line = lab.line_of("stash", 0, 1, 1, 2)
+    assert lab.make(lab.site_of(lab.mlp(), line, "mine", Logged, rule=rule)).versions == 1
     message = r"^weight rule 'mine' has no formula for AdamW: why not; it goes with Adam \(stage 0; source: a paper\)$"
     with pytest.raises(SettingError, match=message):
-        lab.make(
-            lab.site_of(
-                lab.mlp(), lab.line_of("stash", 0, 1, 1, 2), "mine", torch.optim.AdamW, rule=rule
-            )
-        )
+        lab.make(lab.site_of(lab.mlp(), line, "mine", torch.optim.AdamW, rule=rule))
 
 
 @pytest.mark.parametrize(

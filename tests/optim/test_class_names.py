@@ -12,6 +12,9 @@ from penstock.optim.class_names import class_name, same_class
 class Plain:
     """Any class."""
 
+    class Inner:
+        """A class within it, which is another one than a class `Inner` of the module."""
+
 
 def composed(*parts):
     """Return an object that is composed of others, as torch's SequentialLR is."""
@@ -25,6 +28,7 @@ def test_a_name_has_the_module_and_the_parts():
     name = f"{__name__}.Plain"
     assert class_name(Plain()) == name
     assert class_name(composed()) == name
+    assert class_name(Plain.Inner()) == f"{name}.Inner"
     nested = composed(Plain(), composed(Plain()))
     assert class_name(nested) == f"{name}({name}, {name}({name}))"
     namespace = SimpleNamespace(_schedulers="text")

@@ -131,6 +131,12 @@ def test_a_depth_is_exceeded_only_by_more_stages_than_the_limit():
         (
             (3, 3, 2),
             None,
+            {"most_stages": np.ones((3, 3, 3))},
+            r"most_stages: has the shape \(3, 3, 3\), and the table \(3, 3, 2\)",
+        ),
+        (
+            (3, 3, 2),
+            None,
             {"most_stages": np.ones((2, 2))},
             r"most_stages: has the shape \(2, 2\), and the table \(3, 3, 2\)",
         ),
@@ -149,3 +155,66 @@ def test_tables_that_make_no_sense_are_refused_and_unused_entries_ignored(
         return
     with pytest.raises(PartitionError, match=message):
         chain_of(table, **limits)
+
+
+@pytest.mark.parametrize("limited", [True, False])
+def test_every_search_is_exact_where_limits_on_later_stages_bind(limited):
+    """Columns of no rank are attractive and must not be read; many seconds are equal, or 0."""
+    for seed in range(25):
+        rng = np.random.default_rng(seed)
+        layers, ranks = int(rng.integers(2, 5)), int(rng.integers(1, 4))
+        shape = (layers + 1, layers + 1, ranks + 1)
+        table = rng.choice([0.0, 1.0, 2.0, 3.0, 5.0, np.inf], shape)
+        table[:, :, 0] = 0.0
+        chain = chain_of(table, rng.integers(1, 4, shape) if limited else None)
+        ways = list(ways_of(chain, None, exactly=False))
+        result = chain.search(None)
+        assert (result is None) == (not ways)
+        if result is not None:
+            assert result[0] == min(slowest for _, slowest, _ in ways)
+            assert result in [(slowest, way) for way, slowest, _ in ways]
+        for sums in (True, False):
+            for bound in (2.0, 9.0):
+                values = {
+                    tuple(way): total if sums else slowest
+                    for way, slowest, total in ways
+                    if slowest <= bound
+                }
+                best_way = chain.least(bound=bound, sums=sums, stages=None, exactly=False)
+                if values:
+                    assert values[tuple(best_way)] == min(values.values())
+                else:
+                    assert best_way is None
+
+
+def test_bounds_that_differ_by_little_are_told_apart():
+    """Halving the range of all bounds leaves both of them."""
+    table = np.full((3, 3, 2), np.inf)
+    table[0, 1, 1], table[1, 2, 1], table[0, 2, 1] = 1.0, 1.0, 1.0 + 1e-9
+    assert chain_of(table, None).search(1) == (1.0 + 1e-9, [(2, 1)])
+
+
+def test_a_stage_of_every_layer_is_possible_under_limits():
+    """The most stages that there can be."""
+    table = np.full((4, 4, 4), np.inf)
+    for layer in range(3):
+        table[layer, layer + 1, 1] = 1.0
+    chain = chain_of(table, np.full(table.shape, 3))
+    expected = [(1, 1)] * 3
+    assert chain.search(None) == (1.0, expected)
+    for sums in (True, False):
+        assert chain.least(bound=1.0, sums=sums, stages=None, exactly=True) == expected
+    tight = chain_of(table, np.full(table.shape, 2))
+    assert tight.search(None) is None
+    assert tight.least(bound=1.0, sums=True, stages=None, exactly=True) is None
+
+
+def test_seconds_of_any_magnitude_can_be_spread():
+    """Squares of large numbers would leave the range of floats."""
+    table = np.full((3, 3, 4), 4.0)
+    table[:, :, 2:] = 2.0
+    for unit in (1e-200, 1.0, 1e200):
+        assert chain_of(table * unit, None).spread_ranks([(1, 1), (1, 1)], 4.0 * unit) in (
+            [(1, 2), (1, 1)],
+            [(1, 1), (1, 2)],
+        )
