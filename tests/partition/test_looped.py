@@ -306,7 +306,9 @@ def binding_case(seed, layers, shape, kind, slack=0.0, ranks_of=None):
     ranks, stages = shape[0], len(ranks_of)
     options = {"slack": slack}
     if kind not in ("transfer", "both"):
-        options["transfer"] = rng.integers(0, 12, layers - 1).astype(float).tolist()
+        # In half of the cases links are often the busiest.
+        scale = 1.0 + 5.0 * (seed % 2)
+        options["transfer"] = (scale * rng.integers(0, 12, layers - 1)).tolist()
     if kind not in ("limits", "both"):
         for name in ("fixed_bytes", "saved_bytes"):
             options[name] = rng.integers(0, 9, (ranks, layers)).tolist()
