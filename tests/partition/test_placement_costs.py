@@ -103,6 +103,7 @@ def test_sums_that_differ_by_their_rounding_only_do_not_exclude_the_evener_cut()
 def test_without_slack_only_the_least_bottleneck_counts():
     """Both ranks have 6 s, one stage too; with slack, 7 s and 5 s with stages of at most 5 s do."""
     seconds, cuts = [4, 1, 1, 3, 1, 2], [[1, 5, 6], [1, 4, 6]]
+    assert placement(seconds, [0, 1, 0], {}).slack == 0
     assert placement(seconds, [0, 1, 0], {}).best(cuts) == cuts[0]
     assert placement(seconds, [0, 1, 0], {"slack": 0.5}).best(cuts) == cuts[1]
 

@@ -99,7 +99,10 @@ def test_zero_passes_only_where_it_is_allowed():
         check_number("latency_s", -0.5, zero=True)
 
 
-@pytest.mark.parametrize("limits", [[1.0], [1.0, 2.0, 3.0], [1.0, math.nan], [[1.0, 2.0]]])
+@pytest.mark.parametrize(
+    "limits",
+    [[1.0], [1.0, 2.0, 3.0], [1.0, math.nan], [[1.0, 2.0]], ["1 GiB", 1], [10**400, 1], [None, 1j]],
+)
 def test_limits_are_one_number_for_each_holder(limits):
     """No sum of bytes is above NaN: it would be no limit."""
     with pytest.raises(
@@ -118,6 +121,8 @@ def test_both_ends_of_the_model_have_no_link_and_costs_are_free_by_default():
         expected = rf"transfer: has {len(transfer)} entries, but 2 are needed"
         with pytest.raises(PartitionError, match=expected):
             links_of(transfer, 3)
+    with pytest.raises(PartitionError, match="transfer: has 1 entries, but 0 are needed"):
+        links_of([1.0], 1)
     assert bytes_of(None, "x", 2, 3).tolist() == [[0, 0, 0], [0, 0, 0]]
     assert bytes_of([1, 2, 3], "x", 2, 3).tolist() == [[1, 2, 3], [1, 2, 3]]
     with pytest.raises(PartitionError, match="x: has 3 entries, but 2 are needed"):
@@ -180,6 +185,8 @@ def test_one_micro_batch_is_in_flight_and_memory_unlimited_unless_told_otherwise
     """A limit may be negative or infinite, a number in flight may not."""
     assert in_flight_of(None, 3).tolist() == [1, 1, 1]
     assert in_flight_of([0, 2.5], 2).tolist() == [0, 2.5]
+    with pytest.raises(PartitionError, match="in_flight: has 1 entries, but 2 are needed"):
+        in_flight_of([1.0], 2)
     with pytest.raises(PartitionError, match="in_flight: entry 0 is inf"):
         in_flight_of([math.inf], 1)
     assert limits_of(None, "limits", 2, "ranks").tolist() == [math.inf] * 2
