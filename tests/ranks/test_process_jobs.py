@@ -194,6 +194,10 @@ def test_numbers_are_heard_when_they_are_asked_for(ranks, monkeypatch):
     assert world.hear(0, 1)().tolist() == [1.0]
     assert posted == [0]
     assert ranks.log == ["waits for rank 0"]
+    # Shared memory puts what arrives on the device of the rank; losses are read on the host.
+    on_device = SimpleNamespace(cpu=lambda: "in host memory")
+    payload = Payload("", (on_device,), (False,))
+    assert world.hear(0, 1)() == "in host memory"
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -172,9 +172,13 @@ def test_a_store_that_has_ended_is_a_failure_for_which_heartbeats_may_have_the_r
 
 
 def test_calls_are_those_that_all_others_have_published(make):
-    """By rank, without this one; none before all are there."""
+    """By rank, without this one; none before all are there, for which nothing waits."""
     boards = [make.board(rank)[0] for rank in (0, 1)]
     assert boards[0].other_calls() == {}
+    with pytest.MonkeyPatch.context() as patch:
+        waits = SimpleNamespace(check=lambda _: False, multi_get=lambda _: pytest.fail("waits"))
+        patch.setattr(boards[0], "_store", waits)
+        assert boards[0].other_calls() == {}
     boards.append(make.board(2)[0])
     boards[2].calls = Calls()
     boards[2]._publish()
