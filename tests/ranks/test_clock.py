@@ -190,3 +190,15 @@ def test_marks_within_a_capture_are_none_though_the_batch_began_before_it():
     assert clock.mark() is None
     capturing[0] = False
     assert clock.seconds(clock.mark()) == pytest.approx(1000.0)
+
+
+def test_marks_after_a_capture_are_none_though_it_has_ended_within_the_batch():
+    """The batch has no origin, from which its ops would be timed. The next one has."""
+    device, capturing = Device(), [True]
+    clock = EventClock(device.record, device.host_s, lambda: capturing[0])
+    capturing[0] = False
+    assert clock.mark() is None
+    with pytest.raises(RunError, match="captured as a graph"):
+        clock.seconds(clock.mark())
+    clock.begin()
+    assert clock.seconds(clock.mark()) == pytest.approx(1000.0)
