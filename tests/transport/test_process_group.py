@@ -27,6 +27,7 @@ from penstock.transport.process_group import (
 
 VARIABLES = (
     "RANK",
+    "LOCAL_RANK",
     "WORLD_SIZE",
     "MASTER_ADDR",
     "MASTER_PORT",
@@ -184,8 +185,12 @@ def notes(rank_2):
     return notes
 
 
-def test_a_rank_joins_within_the_limit_and_leaves_at_exit(notes):
-    """The interface is chosen before gloo is started."""
+@pytest.mark.parametrize("launched", [False, True])
+def test_a_rank_joins_within_the_limit_and_leaves_at_exit(notes, rank_2, launched):
+    """The interface is chosen before gloo is started. A rank of `launch` needs no address."""
+    if launched:
+        rank_2.delenv("MASTER_ADDR")
+        rank_2.setattr(process_group, "launch_store", lambda: "store of launch")
     assert join(7.0) == 3
     assert notes == [
         "memory",
@@ -194,6 +199,16 @@ def test_a_rank_joins_within_the_limit_and_leaves_at_exit(notes):
         ("_initialise", 2, 3, 7.0),
         process_group._leave,
     ]
+
+
+def test_a_task_of_srun_joins_as_the_rank_that_it_is(notes, rank_2):
+    """It has none of the variables of torchrun before."""
+    slurm = {"PROCID": "1", "LOCALID": "1", "STEP_NUM_TASKS": "4", "JOB_ID": "7", "NODELIST": "a"}
+    rank_2.delenv("RANK")
+    for name, value in slurm.items():
+        rank_2.setenv(f"SLURM_{name}", value)
+    join(7.0)
+    assert ("_initialise", 1, 3, 7.0) in notes
 
 
 @pytest.mark.parametrize("error", [RunError("no"), KeyboardInterrupt()])
@@ -324,8 +339,7 @@ def test_rank_0_hosts_the_store_at_its_address_alone(rank_2, stores):
     ((given, more),) = stores
     descriptor = more.pop("master_listen_fd")
     assert given == ("127.0.0.1", port, 3)
-    timeout = timedelta(seconds=9.0)
-    assert more == {"is_master": True, "timeout": timeout, "wait_for_workers": False}
+    assert more == {"is_master": True, "timeout": timedelta(seconds=9.0), "wait_for_workers": False}
     with socket.socket(fileno=descriptor) as listener:
         assert listener.getsockname() == ("127.0.0.1", port)
         assert listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)

@@ -177,8 +177,8 @@ def test_messages_are_told_apart_by_kind_stage_and_micro_batch(ends):
     messages = [
         Message(kind, stage, number)
         for kind in Kind
-        for stage in (0, 1, 1023)
-        for number in (0, 1, 2**33)
+        for stage in (0, 1, 1023, 2**20 - 1)
+        for number in (0, 1, 2**10, 2**20, 2**33)
     ]
     for number, message in enumerate(messages):
         ends[0].send(1, message, Payload.of(torch.tensor(number)), "")

@@ -193,9 +193,9 @@ def test_a_rank_without_shared_memory_is_not_reachable_and_one_line_says_why(
         monkeypatch.setattr(Segment, "make", refused)
     reason = {"platform": "the reason", "boot id": "boot_id", "memory": "not permitted"}[lack]
     with caplog.at_level(logging.INFO, "penstock"):
-        assert [end.reachable for end in joined()] == [set(), set()]
+        assert [end.reachable for end in joined(3)] == [set()] * 3
     (line,) = caplog.messages
-    assert line.startswith("messages of rank 0, 1 go over the network back end")
+    assert line.startswith("messages of rank 0, 1, 2 go over the network back end")
     assert reason in line
 
 
@@ -224,6 +224,7 @@ def test_a_closed_end_leaves_no_file_open():
         passed(ends, torch.ones(2**16))
         for end in ends:
             end.close()
+            assert end.reachable == set()
         del ends, end
     assert len(os.listdir("/proc/self/fd")) <= before  # noqa: PTH208
 
