@@ -96,3 +96,5 @@ def test_flags_tell_which_parameters_have_a_gradient():
     assert gradient_flags(weights) is flags
     weights[1].grad, weights[2].grad = None, torch.ones(1)
     assert gradient_flags(weights).tolist() == [0, 0, 1]
+    on_device = [nn.Parameter(torch.ones(1, device="meta"))] * 3
+    assert gradient_flags(on_device).device.type == "meta"

@@ -75,6 +75,7 @@ def test_text_shows_the_value():
     """As that of any other tensor."""
     loss, _ = counted()
     assert repr(loss) == str(loss) == "tensor(0.5000)"
+    assert (f"{loss:.3f}", f"{loss:6.1e}") == ("0.500", "5.0e-01")
 
 
 def test_comparisons_read_the_value():

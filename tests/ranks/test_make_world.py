@@ -86,6 +86,8 @@ def test_threads_have_one_device_of_this_process(parts):
     user = "each rank is a thread of this process and"
     assert world == ("threads", 2, (device, user), 5.0)
     assert world_of(setting, None, Place("threads", None, 5.0))[0] == "threads"
+    several = config(schedule("interleaved", 4, 4))  # stages on two ranks
+    assert world_of(several, None, Place("threads", device, 5.0))[1] == 2
     single = config(schedule("1f1b", 1, 2), devices=(3,), cluster_ranks=4)
     message = "the plan is for device 3 of its cluster, and .* start the process there$"
     with pytest.raises(PlanError, match=message):

@@ -72,6 +72,8 @@ ONE_KIND = tuple((host, "cpu") for host, _ in KINDS)
         ((0, 3), ONE_KIND, "ccdd", (0, 3)),
         ((0, 3), ONE_KIND, "cdcd", (0, 3)),
         ((0, 3), ONE_KIND, "cddd", None),
+        ((0, 3), ONE_KIND, "ccddee", None),
+        ((0, 3), ONE_KIND, "cccc", None),
     ],
 )
 def test_with_host_names_the_processes_of_a_host_are_its_devices(

@@ -8,8 +8,9 @@ from penstock.errors import RunError
 from penstock.transport import slurm
 from penstock.transport.slurm import adopt_srun, first_host, rank_variables, started_by_srun
 
-#: What srun sets for the last of four tasks on two hosts.
+#: What srun sets for the last of four tasks on two hosts, in a job of 16 tasks on three.
 TASK = {
+    "SLURM_NTASKS": "16",
     "SLURM_JOB_ID": "4711",
     "SLURM_STEP_ID": "0",
     "SLURM_PROCID": "3",

@@ -76,6 +76,20 @@ def test_the_launcher_waits_for_a_request_in_progress(server, method, values):
     assert not thread.is_alive()
 
 
+@pytest.mark.parametrize("method", ["add", "delete_key"])
+def test_a_request_of_a_rank_waits_for_a_call_of_the_launcher(server, method):
+    """It could come between the comparison and the setting of the launcher's."""
+    store = UnixStore(server.path)
+    values = ("count", 1) if method == "add" else ("count",)
+    thread = threading.Thread(target=getattr(store, method), args=values)
+    with server._lock:
+        thread.start()
+        thread.join(0.02)
+        assert thread.is_alive()
+    thread.join(HANG_S)
+    assert not thread.is_alive()
+
+
 def test_waiting_ends_at_the_timeout(server):
     """The error is of the class that torch's stores raise."""
     store = UnixStore(server.path)
