@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
@@ -211,6 +212,58 @@ def test_batches_are_joined_where_there_are_copies_or_processes_that_share_layer
         if copy_batches is not None:
             assert given.pop() == (mesh, world, "schedule", variants is not None, True)
         assert CopyBatches.of(None, world, setting, traced, compares=True) is None
+
+
+@pytest.mark.parametrize(("rank", "group"), [(2, "group 2"), (1, None), (6, "group 3")])
+def test_the_last_stage_of_every_pipeline_has_a_group_made_by_all_processes(
+    monkeypatch, rank, group
+):
+    """In one order, and closed when the run is stopped. A single process needs none."""
+    requests, watched = [], []
+    module = "penstock.ranks.mesh.copy_batches.dist"
+
+    def new_group(processes, timeout, backend):
+        requests.append((processes, timeout, backend))
+        return f"group {len(requests)}"
+
+    monkeypatch.setattr(f"{module}.new_group", new_group)
+    monkeypatch.setattr(f"{module}.get_rank", lambda: rank)
+    mesh = SimpleNamespace(pipelines=[(0, 2, 1, 3), (4, 6, 5, 7)])
+    world = SimpleNamespace(deadline_s=7.0, watch_group=watched.append)
+    schedule = SimpleNamespace(ranks_of_stage=[(0, 2), (1, 3)])
+    batches = CopyBatches(mesh, world, schedule, gathers_inputs=False, compares=True)
+    limit = timedelta(seconds=7.0)
+    assert requests == [(processes, limit, "gloo") for processes in (None, [2, 3], [6, 7])]
+    assert (batches._all_processes, batches._last_stage_group) == ("group 1", group)
+    assert watched == ["group 1", *([group] if group else [])]
+    schedule.ranks_of_stage = [(0,), (1,)]
+    alone = CopyBatches(mesh, world, schedule, gathers_inputs=False, compares=True)
+    assert alone._last_stage_group is None
+
+
+@pytest.mark.parametrize("gathers_inputs", [False, True])
+def test_the_last_stage_has_the_targets_of_all_copies(gathers_inputs):
+    """In the order of the joined batch; inputs only where the model computes its loss."""
+    shares = _Shares(((2, 1), (3, 3)))
+    batches = batches_of(1, 2, _exchange_shares=lambda *_: shares, gathers_inputs=gathers_inputs)
+    batches._last_stage_group = "group"
+    counts = []
+
+    def gather(value, counts_of_copies):
+        counts.append(counts_of_copies)
+        return [torch.tensor([0.0, 1.0, 5.0]), torch.tensor([2.0, 3.0, 4.0, 6.0, 7.0, 8.0])]
+
+    batches._gather = gather
+    x = torch.zeros(6)
+    joined_x, joined_y = batches.joined(x, x)
+    whole = [joined_x, joined_y] if gathers_inputs else [joined_y]
+    for part in whole:
+        assert part.value.tolist() == list(range(9))
+        assert list(part.positions) == list(range(9))
+        assert (part.samples, part.sizes) == (9, (2, 3, 1, 3))
+    if not gathers_inputs:
+        assert list(joined_x.positions) == [2, 3, 4, 6, 7, 8]
+    assert counts == [[3, 6]] * len(whole)
 
 
 def test_values_of_all_copies_arrive_with_their_constants(monkeypatch):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import pytest
@@ -79,9 +79,9 @@ def test_schedules_whose_copies_cannot_have_batches_of_their_own_are_refused():
         (schedule("pipedream", 2, 1), "is asynchronous, and the dimension 'dp' of the mesh has 2"),
         (pipelines(schedule("1f1b", 2, 2), 2, 4), "plan for the 2 ranks of one pipeline"),
     ]
-    sliced = schedule("gpipe", 2, 2)
-    object.__setattr__(sliced, "slicing", Slicing("tokens", ((0.5, 0.5),)))
-    cases.append((sliced, "slices micro-batches, which the 2 copies"))
+    for along in ("tokens", "samples"):
+        sliced = replace(schedule("gpipe", 2, 2), slicing=Slicing(along, ((0.5, 0.5),)))
+        cases.append((sliced, "slices micro-batches, which the 2 copies"))
     for made, text in cases:
         with pytest.raises(SettingError, match=text):
             replicated(setting_of(made), mesh_of(2))

@@ -44,6 +44,26 @@ def test_reports_come_in_the_order_of_ranks_with_their_values():
     assert len(set(map(str, world.notes[1]))) == 3
 
 
+def test_a_process_gathers_the_reports_of_all_ranks_whichever_are_its_own():
+    """Rank 0 must know that each rank sends one; the others have their texts from it."""
+    reports, forms = [Report(rank, "h", rank) for rank in range(3)], []
+    texts = [f'[{rank}, "h", {rank}, null]' for rank in range(3)]
+
+    def gather(local, forms_of_ranks):
+        assert list(local) == [1]
+        forms.append(forms_of_ranks)
+        return {}
+
+    def broadcast(value, source):
+        assert (value, source) == (None, 0)
+        return texts
+
+    world = SimpleNamespace(size=3, gather=gather, broadcast=broadcast)
+    assert exchange(world, {1: reports[1]}) == reports
+    assert list(forms[0]) == [0, 1, 2]
+    assert {(form.shape, form.dtype) for (form,) in forms[0].values()} == {((1,), "int64")}
+
+
 def test_text_of_other_ranks_does_not_act_on_a_terminal():
     """Names of hosts and messages may have control characters."""
     report = Report(0, "a\x1b[2J", None, ("RunError", "one\r\ntwo\x07"))

@@ -14,6 +14,7 @@ from penstock.errors import PlanError, ScheduleError, SettingError
 from penstock.ranks.settings.run_config import Overrides, RunConfig, check, make_run_config
 from penstock.schedule.catalogue import schedule
 from penstock.schedule.recompute import Recompute
+from penstock.schedule.slicing import Slicing
 from penstock.tracing.traced_chain import chain
 from penstock.weights.catalogue import weight_rule
 
@@ -173,6 +174,20 @@ def test_single_layers_are_not_recomputed_where_sequences_are_cut(traced):
     check(setting)
     with pytest.raises(SettingError, match="cuts sequences, and single layers cannot be"):
         check(replace(setting, recomputed=frozenset({0})))
+
+
+def test_slices_of_samples_recompute_single_layers_and_streams_have_no_slices(traced):
+    """Slices of samples pass nothing to each other. Streams do not move activations either."""
+    sliced = schedule("autopipe", 2, 2, sliced=1)
+    check(replace(config(traced), schedule=sliced, recomputed=frozenset({0})))
+    stream = config(traced, schedule="pipedream")
+    text = "slices micro-batches or moves activations to other ranks, which streams do not"
+    cut = replace(stream.schedule, slicing=Slicing.even("samples", stream.schedule.slices, 1))
+    with pytest.raises(ScheduleError, match=text):
+        check(replace(stream, schedule=cut))
+    moving = replace(schedule("bpipe", 4, 6), synchronous=False, stream=stream.schedule.stream)
+    with pytest.raises(ScheduleError, match=text):
+        check(replace(stream, schedule=moving, lengths=(1, 1, 1, 2)))
 
 
 def test_configurations_are_compared_without_the_times_that_a_plan_predicts(traced):

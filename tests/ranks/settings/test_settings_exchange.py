@@ -91,13 +91,12 @@ def test_a_failure_after_a_rank_has_sent_its_key_does_not_end_the_exchange():
         missing_keys(store, ["0/1", "0/2"], send_and_fail, 30.0)
 
 
-def test_a_missing_rank_is_named_at_the_deadline():
+@pytest.mark.parametrize(("size", "missing"), [(2, "rank 1"), (3, "ranks 1, 2")])
+def test_a_missing_rank_is_named_at_the_deadline(size, missing):
     """It may still be reading its data."""
-    with pytest.raises(
-        DeadlineExceeded,
-        match=r"rank 0 has waited \d+ s for ranks 1, 2 to make the same Pipeline",
-    ):
-        SettingsExchange(HashStore(), 0, 3, 0.01).compare(described(seed="0"))
+    text = rf"rank 0 has waited \d+ s for {missing} to make the same Pipeline"
+    with pytest.raises(DeadlineExceeded, match=text):
+        SettingsExchange(HashStore(), 0, size, 0.01).compare(described(seed="0"))
 
 
 def test_keys_are_awaited_for_the_deadline_and_the_missing_ranks_are_returned(monkeypatch):
