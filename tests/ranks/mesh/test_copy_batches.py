@@ -161,6 +161,9 @@ def test_contents_are_compared_where_processes_must_have_the_same(monkeypatch):
         assert (sent[0][2] == 0) is not compares
         assert (sent[0][2] != sent[1][2]) is compares
         assert sent[0][1] == sent[1][1]
+        batches._batch_number = 5  # none of the first ones, nor a power of two
+        batches._exchange_shares(x, y, 2)
+        assert sent[2] == [*sent[0][:2], 0]
 
 
 def test_processes_of_a_copy_with_other_batches_are_named_with_their_copy():
