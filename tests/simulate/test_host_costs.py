@@ -254,6 +254,13 @@ def test_all_micro_batches_but_the_first_add_up_their_gradients(micro_batches, s
     assert stage_costs.weight_grad == pytest.approx((12 + share * 20 * 0.1, 8 + share * 20 * 0.1))
 
 
+def test_all_slices_but_the_first_add_up_their_gradients():
+    """Two of each of four micro-batches: seven of eight add."""
+    profile = a_profile(accumulate_s_per_byte=0.1)
+    _, stage_costs = costs(profile, "gpu", "seq1f1b", slices=2)
+    assert stage_costs.backward[0] == pytest.approx((12 + 7 / 4 * 20 * 0.1,) * 4)
+
+
 def test_every_copy_has_a_first_micro_batch_of_its_own():
     """Two copies with two micro-batches each: half of them add."""
     _, stage_costs = costs(a_profile(accumulate_s_per_byte=0.1), "gpu", "gpipe", 1, 4, replicas=2)

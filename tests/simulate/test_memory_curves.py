@@ -150,6 +150,13 @@ def test_a_curve_is_the_sum_of_what_is_held_at_every_moment(case, known):
     check_memory(case, known)
 
 
+def test_layers_that_save_more_than_all_layers_together_recompute_nothing():
+    """Inputs of segments are counted although the layer before may have saved them."""
+    costs = Costs(activation_bytes=10, saved_bytes=14)
+    case_schedule = Schedule.parse("0F0 0I0 0F1 0W0 0I1 0W1 0U1")
+    assert peak_memory(case_schedule, costs, "selective") == (28,)
+
+
 def test_a_rank_without_ops_holds_nothing():
     """A batch may be too small for all ranks."""
     case_schedule = replace(
@@ -167,6 +174,11 @@ def test_more_after_the_input_gradient_than_before_is_refused_with_stage_and_byt
     message = "stage 2 has 12 activation_bytes_after_input_grad, more than its 10 activation_bytes"
     with pytest.raises(SettingError, match=message):
         peak_memory(case_schedule, costs)
+    unlike = replace(costs, activation_bytes=(10, 2, 20))
+    with pytest.raises(
+        SettingError, match=r"stage 1 has 3 activation_bytes_after.* its 2 activation"
+    ):
+        peak_memory(case_schedule, unlike)
     equal = replace(costs, activation_bytes_after_input_grad=10)
     assert peak_memory(case_schedule, equal) == peak_memory(
         case_schedule, Costs(activation_bytes=10)
