@@ -5,6 +5,7 @@ keeps.
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -316,3 +317,21 @@ def test_a_value_that_is_used_in_the_second_of_its_arrival_takes_no_memory():
     assert timeline.peak_memory == (1 + 5, 1)
     late = simulate_schedule(schedule("gpipe", 2, 1), replace(costs, transfer=0.5))
     assert late.peak_memory == (1 + 5, 5)
+
+
+def test_buffers_of_boundaries_are_left_out_where_the_costs_say_so():
+    """Planners choose by the peak without them."""
+    costs = Costs(transfer=0.5, activation_bytes=1, boundary_bytes=5, boundary_buffers=False)
+    timeline = simulate_schedule(schedule("gpipe", 2, 1), costs)
+    assert timeline.peak_memory == (1, 1)
+    assert {holders["boundary"] for holders in timeline.memory_holders} == {0}
+
+
+@pytest.mark.parametrize("buffers", [True, False])
+def test_a_curve_has_only_points_at_which_memory_changes(buffers):
+    """An activation may take the place of the buffer in which it came."""
+    costs = Costs(
+        transfer=0.5, activation_bytes=5, boundary_bytes=5, boundary_buffers=buffers, update=1.0
+    )
+    for curve in simulate_schedule(schedule("1f1b", 3, 4), costs).memory:
+        assert all(first != second for first, second in pairwise(curve.bytes))

@@ -103,6 +103,10 @@ def test_each_micro_batch_takes_the_link_between_its_own_copies():
         "rank 0 | 0F0 0B0 0U1\nrank 1 | 1F0 1B0 1U1\nrank 2 | 0F1 0B1 0U1\nrank 3 | 1F1 1B1 1U1"
     )
     assert place_costs(costs, alike, FOUR).transfer == (LINK.transfer_seconds(2000),)
+    shared = replace(FOUR, inside=replace(LINK, shared=True))
+    assert place_costs(costs, alike, shared).links == "duplex", "each node has a medium of its own"
+    one_node = replace(shared, devices_per_node=4)
+    assert place_costs(costs, alike, one_node).links == "shared"
 
 
 def test_an_all_reduce_over_two_nodes_takes_the_link_between_them():
@@ -171,12 +175,13 @@ def test_an_all_reduce_once_in_a_wave_is_divided_among_its_updates():
     over the slow link.
     """
     case_schedule = schedule("hetpipe", 2, 1)
-    costs = stage_costs(PROFILE, [2, 2], 1, FOUR, micro_batches=1)
+    profile = replace(PROFILE, update_s_per_byte=0.25)
+    costs = stage_costs(profile, [2, 2], 1, FOUR, micro_batches=1)
     placed = place_costs(costs, case_schedule, FOUR)
     length = case_schedule.stream.waves.length
     assert length > 1
     assert placed.update == tuple(
-        FOUR.transfer_seconds(held, 0, 2) / length for held in costs.gradient_bytes
+        0.25 * size + FOUR.transfer_seconds(size, 0, 2) / length for size in costs.gradient_bytes
     )
     assert placed.transfer == (FOUR.transfer_seconds(costs.boundary_bytes[0], 0, 1),)
 

@@ -58,6 +58,12 @@ def test_a_tied_parameter_is_stored_by_all_stages_and_its_state_by_the_first():
     assert placed.bytes_of_ranks == ((15, 15, 30), (11, 11, 6))
 
 
+def test_a_device_without_a_stage_stores_nothing():
+    """A plan may leave one idle between others."""
+    placed = stored([(0,), (2,)]).add_to(costs())
+    assert placed.bytes_of_ranks == ((15, 15, 30), (0, 0, 0), (11, 11, 6))
+
+
 def test_of_replicas_one_stores_the_state_of_tied_parameters():
     """Both stages on ranks 0 and 1, as in Chimera: each stores 8 once, and rank 0 its state."""
     placed = stored([(0, 1), (0, 1)]).add_to(costs(copies=2))
