@@ -195,6 +195,10 @@ def test_devices_that_differ_run_layers_again_at_their_own_pace():
         Costs(), case_schedule, [fast, slow], (2,), [1.0], Selection((1,))
     )
     assert selected.recompute == ((2.0, 10.0, 2.0, 10.0),)
+    stream = schedule("pipedream", 1, 2, batches=6, replicas=2)
+    selected = with_selective_recompute(Costs(), stream, [fast, slow], (2,), [1.0], Selection((1,)))
+    ranks = [stream.placement[0, number] for number in range(12)]
+    assert selected.recompute == (tuple((2.0, 10.0)[rank] for rank in ranks),)
 
 
 def test_each_slice_has_the_fixed_seconds_of_its_recompute():

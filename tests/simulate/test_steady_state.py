@@ -30,6 +30,15 @@ def test_equal_stages_on_free_links_take_their_own_work_and_an_update(stages, mi
     assert steady_state.bubble_ratio == pytest.approx(0)
 
 
+@pytest.mark.parametrize("seconds", [(0.1, 0.2, 0.0), (0.7, 1.1, 0.1), (1 / 3, 2 / 3, 0.1)])
+def test_rounding_makes_no_bubble_of_less_than_nothing(seconds):
+    """Sums of these seconds are a little more than the time that they fill."""
+    forward, backward, update = seconds
+    costs = Costs(forward=forward, backward=backward, update=update)
+    assert steady(schedule("pipedream", 2, 1), costs).bubble_ratio >= 0
+    assert steady(schedule("pipedream", 4, 1), costs).bubble_ratio >= 0
+
+
 def test_the_slowest_stage_is_the_pace():
     """Stage 1 works 2 + 3 seconds for each of 2 micro-batches, and 1 to update; the others wait for
     it.
@@ -156,6 +165,8 @@ def test_costs_of_given_micro_batches_are_taken_as_far_as_they_go():
     case_schedule = schedule("pipedream", 2, 1, batches=24)
     steady_state = steady(case_schedule, Costs(forward=[[1, 2] * 12, [1] * 24], backward=2))
     assert steady_state.seconds_per_batch == pytest.approx(3.5)
+    mixed = steady(case_schedule, Costs(forward=[[1, 2] * 12, 1], backward=2))
+    assert mixed.seconds_per_batch == pytest.approx(3.5)
     short = steady(
         schedule("pipedream", 2, 1, batches=6), Costs(forward=[[1] * 6, [1] * 6], backward=2)
     )
