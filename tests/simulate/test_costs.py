@@ -256,3 +256,12 @@ def test_a_bandwidth_without_bytes_is_refused_also_beside_a_latency():
         Costs(bandwidth=4.0, latency=1.0)
     line = simulate_schedule(schedule("gpipe", 2, 1), Costs(latency=0.5))
     assert line.makespan == 2 * 3 + 2 * 0.5
+
+
+def test_a_part_of_nothing_needs_its_whole_and_a_whole_of_nothing_is_one():
+    """0 is a number that was given."""
+    with pytest.raises(SettingError, match="bandwidth has no effect without boundary_bytes"):
+        Costs(bandwidth=0.0)
+    with pytest.raises(SettingError, match="after_input_grad has no effect without activation_b"):
+        Costs(activation_bytes_after_input_grad=0.0)
+    assert Costs(activation_bytes=0.0, activation_bytes_after_input_grad=1.0) is not None
