@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from penstock.modules.recomputing import is_checkpointing, is_recomputing
 from penstock.pipe.pipe import Pipe
 from penstock.pipe.pipe_arguments import build_stages
 from penstock.pipe.pipe_engine import Engine
@@ -21,6 +22,19 @@ def make_model() -> nn.Sequential:
 def make_pipe(**settings) -> Pipe:
     """These layers on two threads, three micro-batches."""
     return Pipe(make_model(), [2, 3], **{"devices": 2, "chunks": 3, **settings})
+
+
+class PassRecorder(nn.Module):
+    """Records for every forward whether it will be recomputed, and whether it is a recomputation."""
+
+    def __init__(self, notes: list[tuple[bool, bool]]) -> None:
+        super().__init__()
+        self.notes = notes
+
+    def forward(self, x):
+        """Record it."""
+        self.notes.append((is_checkpointing(), is_recomputing()))
+        return x * 1
 
 
 class Holder(nn.Module):

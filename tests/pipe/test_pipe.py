@@ -7,9 +7,12 @@ import pickle
 
 import pytest
 import torch
-from tests.pipe.layers import make_model, make_pipe
+from tests.pipe import scheduled, traced
+from tests.pipe.layers import PassRecorder, make_model, make_pipe
 from torch import nn
+from torch.nn import functional
 
+import penstock as ps
 from penstock.pipe.pipe import Pipe
 
 
@@ -77,6 +80,94 @@ def test_deferred_batch_norm_gets_the_whole_batchs_running_statistics():
         pipe(x).sum().backward()
     for name in ("running_mean", "running_var", "num_batches_tracked"):
         torch.testing.assert_close(getattr(pipe[3], name), getattr(plain[3], name))
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "samples", "training", "recomputed"),
+    [
+        ("always", 6, True, [True, True, True]),
+        ("except_last", 6, True, [True, True, False]),
+        ("except_last", 2, True, [True, False]),
+        ("except_last", 1, True, [False]),
+        ("never", 6, True, [False, False, False]),
+        ("always", 6, False, [False, False, False]),
+    ],
+)
+def test_the_mode_of_checkpoint_says_which_micro_batches_run_twice(
+    checkpoint, samples, training, recomputed
+):
+    """The last one of a batch with few samples is the last that it has. In evaluation none does."""
+    notes: list[tuple[bool, bool]] = []
+    pipe = Pipe(nn.Sequential(PassRecorder(notes)), [1], chunks=3, checkpoint=checkpoint)
+    pipe.train(training)(torch.ones(samples, 1, requires_grad=True)).sum().backward()
+    assert [first for first, second in notes if not second] == recomputed
+    assert sum(second for _, second in notes) == sum(recomputed)
+
+
+def test_a_change_of_one_setting_holds_from_the_next_batch_with_a_loss():
+    """The ranks of the schedule are built anew for another mode, another layer or other chunks."""
+    notes: list[tuple[bool, bool]] = []
+    layers = nn.Sequential(PassRecorder(notes), nn.Linear(6, 6).double())
+    pipe = scheduled.make_pipe(False, layers, balance=[1, 1], chunks=2, checkpoint="never")
+    x, y = scheduled.batch(4)
+
+    def first_passes() -> list[bool]:
+        notes.clear()
+        pipe._scheduled_run(pipe.loss).choice.forced = False
+        loss = pipe(x, y)
+        torch.testing.assert_close(loss.detach(), functional.mse_loss(layers(x), y).detach())
+        loss.backward()
+        return [first for first, second in notes if not second][: pipe.chunks]
+
+    assert first_passes() == [False, False]
+    pipe.checkpoint = "always"
+    assert first_passes() == [True, True]
+    layers[1] = pipe.partitions[1][0] = nn.Linear(6, 6).double()
+    assert first_passes() == [True, True]
+    assert pipe.partitions[1][0].weight.grad is not None
+    pipe.chunks = 4
+    assert first_passes() == [True] * 4
+
+
+def test_a_traced_model_that_changes_has_other_graphs_under_a_schedule():
+    """Stages that were built of the earlier graphs would go on with them."""
+    model = traced.make_model(0.5)
+
+    def loss_of(output, target):
+        return functional.cross_entropy(output["scores"], target)
+
+    pipe = traced.make_pipe(model, (1, 3), schedule="1f1b", loss=loss_of)
+    pipe(traced.X, traced.Y)
+    model.dropout.p = 0.0
+    expected = loss_of(model(traced.X), traced.Y)
+    torch.testing.assert_close(pipe(traced.X, traced.Y).detach(), expected.detach())
+
+
+class TrainingPenalty(nn.Module):
+    """A layer with a side loss in training only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.map = nn.Linear(2, 2)
+
+    def forward(self, x):
+        """Apply the map."""
+        output = self.map(x)
+        if self.training:
+            ps.side_loss(output.square().mean())
+        return output
+
+
+def test_side_loss_is_that_of_the_last_call():
+    """0 after a call without side losses, and after one that returned a loss with them inside."""
+    layers = nn.Sequential(TrainingPenalty(), nn.Linear(2, 2))
+    pipe = Pipe(layers, [1, 1], devices=2, chunks=2, loss=functional.mse_loss)
+    x, y = torch.ones(4, 2), torch.zeros(4, 2)
+    for call in (lambda: pipe(x, y), lambda: pipe.eval()(x), lambda: pipe(x, y)):
+        pipe.train()(x)
+        assert pipe.side_loss > 0
+        call()
+        assert pipe.side_loss == 0
 
 
 def test_the_parts_of_this_room_that_theirs_have_by_name_are_where_the_page_says():

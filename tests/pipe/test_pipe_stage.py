@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.pipe.layers import PassRecorder
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from penstock.errors import RunError
-from penstock.modules.recomputing import is_checkpointing, is_recomputing
+from penstock.modules.recomputing import is_recomputing
 from penstock.modules.side_loss import side_loss
 from penstock.pipe.pipe import Pipe
 
@@ -32,23 +33,10 @@ def test_the_recompute_is_in_the_mode_of_the_forward_and_sees_its_buffers():
     torch.testing.assert_close(pipe.sequential_state_dict(), plain.state_dict())
 
 
-class Telling(nn.Module):
-    """Notes in which pass it is."""
-
-    def __init__(self, notes: list[tuple[bool, bool]]) -> None:
-        super().__init__()
-        self.notes = notes
-
-    def forward(self, x):
-        """Note it."""
-        self.notes.append((is_checkpointing(), is_recomputing()))
-        return x * 1
-
-
 def test_layers_can_tell_a_first_pass_from_a_second():
     """Effects besides the output are to be had once."""
     notes: list[tuple[bool, bool]] = []
-    pipe = Pipe(nn.Sequential(Telling(notes)), [1], devices=1, chunks=2)
+    pipe = Pipe(nn.Sequential(PassRecorder(notes)), [1], devices=1, chunks=2)
     pipe(torch.rand(2, requires_grad=True)).sum().backward()
     assert notes == [(True, False), (False, False), (False, True)]
 
@@ -60,7 +48,7 @@ def test_layers_that_recompute_by_themselves_do_so_inside():
     class Again(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.inner = nn.Sequential(Telling(notes), nn.Linear(4, 4), nn.Tanh())
+            self.inner = nn.Sequential(PassRecorder(notes), nn.Linear(4, 4), nn.Tanh())
 
         def forward(self, x):
             return checkpoint(self.inner, x, use_reentrant=False)
