@@ -7,6 +7,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional
 
 from penstock.batches.batch import make_batch
@@ -107,6 +108,28 @@ def test_classes_are_counted_anew_in_every_batch(weighted):
         assert numbers == pytest.approx([count / sum(counts) for count in counts])
         if not weighted and not step % 2:
             assert numbers == batch.shares
+
+
+def test_options_of_a_loss_and_dtypes_of_nested_targets_are_part_of_the_form_of_a_batch():
+    """What earlier batches have shown holds only for the same options and the same dtypes."""
+    loss = nn.CrossEntropyLoss(ignore_index=9)
+    weights = LossWeights(LossCall(loss, CPU))
+    x, y = torch.randn(6, 3), torch.tensor([0, 0, 1, 2, 1, 0])
+    for _ in range(2):
+        numbers, batch = weights_of(loss, x, y, 2, weights=weights)
+        assert numbers == batch.shares == [0.5, 0.5]
+    loss.ignore_index = 0
+    assert weights_of(loss, x, y, 2, weights=weights)[0] == pytest.approx([1 / 3, 2 / 3])
+    loss.reduction = "sum"
+    assert weights_of(loss, x, y, 2, weights=weights)[0] == [1.0, 1.0]
+
+    def by_dtype(output, target):
+        value = output.square()
+        return value.sum() if target["y"].is_floating_point() else value.mean()
+
+    weights = LossWeights(LossCall(by_dtype, CPU))
+    for target, expected in ((y, [0.5, 0.5]), (y.double(), [1.0, 1.0]), (y, [0.5, 0.5])):
+        assert weights_of(by_dtype, x, {"y": target}, 2, weights=weights)[0] == expected
 
 
 def test_a_single_micro_batch_has_its_share_and_the_callers_numbers_come_first():

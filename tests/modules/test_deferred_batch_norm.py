@@ -216,6 +216,48 @@ def test_modules_without_statistics_to_defer_are_unchanged(layer):
     assert convert(layer, 2) is layer
 
 
+class Scaled(nn.BatchNorm1d):
+    """A batch norm of the user with a forward that does more."""
+
+    def forward(self, x):
+        """Return twice the normalised value."""
+        return 2 * super().forward(x)
+
+
+def test_a_batch_norm_with_a_forward_of_the_user_is_unchanged():
+    """The forward would be lost; a subclass without one is converted and reverted to its class."""
+    layer = Scaled(3)
+    assert convert(layer, 2) is layer
+    kind = type("Named", (nn.BatchNorm1d,), {})
+    deferred = convert(kind(3), 2)
+    assert isinstance(deferred, DeferredBatchNorm)
+    assert type(revert(deferred)) is kind
+
+
+def test_a_buffer_of_the_user_stays_outside_the_state_through_both_conversions():
+    """A layer may have more buffers than those of batch norm."""
+    layer = nn.BatchNorm1d(3)
+    layer.register_buffer("calls", torch.zeros(1), persistent=False)
+    names = list(layer.state_dict())
+    deferred = convert(layer, 2)
+    assert list(deferred.state_dict()) == names
+    plain = revert(deferred)
+    assert list(plain.state_dict()) == names
+    assert plain.calls is layer.calls
+
+
+def test_a_reset_of_the_running_statistics_drops_those_of_an_unfinished_batch():
+    """They would else be part of the next batch."""
+    plain, layer = nn.BatchNorm1d(3), convert(nn.BatchNorm1d(3), 2)
+    layer(tilted(5))
+    layer.reset_running_stats()
+    x = tilted(6)
+    plain(x)
+    for part in x.chunk(2):
+        layer(part)
+    assert_same_statistics(layer, plain)
+
+
 def test_a_batch_norm_that_cannot_be_deferred_is_refused():
     """Statistics over several processes; a batch without micro-batches."""
     with pytest.raises(SettingError, match="1 is a SyncBatchNorm, which cannot be deferred"):

@@ -74,6 +74,22 @@ def test_device_threads_pass_while_the_owner_waits_for_them():
     other.end()
 
 
+def test_the_lock_stays_open_until_the_outermost_block_ends():
+    """A backward may run another one, and go on to wait for the device threads afterwards."""
+    lock = GeneratorLock()
+    with lock.held():
+        with lock.opened():
+            with lock.opened():
+                pass
+            visitor = Visitor(lock, passes=True)
+            assert visitor.inside.wait(HANG_S)
+            visitor.end()
+        visitor = Visitor(lock, passes=True)
+        assert not visitor.inside.wait(0.05)
+    assert visitor.inside.wait(HANG_S)
+    visitor.end()
+
+
 def test_the_owner_does_not_go_on_while_a_device_thread_passes():
     """Its seeds would be lost when that thread restores the states."""
     lock, closed = GeneratorLock(), threading.Event()

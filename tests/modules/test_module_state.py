@@ -303,7 +303,11 @@ def test_a_restored_tensor_still_serves_a_backward_that_saved_it():
 def test_copies_of_modules_get_detached_copies_of_computed_tensors():
     """torch refuses to deepcopy a tensor with a graph; others are left to deepcopy."""
     normed = weight_norm(nn.Linear(2, 2))
-    keeper = Keeper(last=torch.ones(2, requires_grad=True) * 3, plain=torch.ones(1))
+    keeper = Keeper(
+        last=torch.ones(2, requires_grad=True) * 3,
+        plain=torch.ones(1),
+        trained=torch.ones(1, requires_grad=True),
+    )
     memo = computed_tensors([nn.Sequential(normed), keeper])
     assert set(memo) == {id(normed.weight), id(keeper.last)}
     copy = memo[id(keeper.last)]
