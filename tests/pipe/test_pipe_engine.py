@@ -6,12 +6,14 @@ import threading
 
 import pytest
 import torch
-from tests.pipe.layers import forced, forced_from_the_start
+from tests.pipe.layers import forced, forced_from_the_start, make_pipe, ticking_clock
 from tests.time_limits import HANG_S
 from torch import nn
 
+from penstock.pipe import pipe_engine
 from penstock.pipe.pipe import Pipe
-from penstock.pipe.pipe_engine import AutocastState
+from penstock.pipe.pipe_arguments import build_stages
+from penstock.pipe.pipe_engine import AutocastState, Engine
 
 
 class Noting(nn.Module):
@@ -240,3 +242,21 @@ def test_autocast_keeps_no_copies_of_weights_where_there_are_recomputes():
         AutocastState(cpu, caching=True).restored(),
     ):
         assert not torch.is_autocast_cache_enabled()
+
+
+@pytest.mark.parametrize("threads", [False, True])
+def test_the_time_of_an_op_is_the_cpu_time_of_all_threads_divided_by_the_number_of_ops(
+    threads, monkeypatch
+):
+    """By it the choice between threads and one thread is made, separately for both halves."""
+    monkeypatch.setattr(pipe_engine, "time", ticking_clock())
+    pipe = make_pipe(devices=2, chunks=3)
+    pipe._engine = Engine(build_stages(pipe.partitions, pipe.devices))
+    for choice in pipe._engine.choices.values():
+        choice.forced = threads
+    output = pipe(torch.randn(6, 4))
+    expected = 2 / 6 if threads else 1 / 6  # one second per thread, 6 ops
+    assert pipe._engine.choices["forward"].seconds_per_op == pytest.approx(expected)
+    assert pipe._engine.choices["backward"].seconds_per_op == float("inf")
+    output.sum().backward()
+    assert pipe._engine.choices["backward"].seconds_per_op == pytest.approx(expected)

@@ -319,22 +319,25 @@ def test_a_weight_in_two_partitions_on_one_device_has_the_sum_of_both_gradients(
     torch.testing.assert_close([p.grad for p in inner.parameters()], list(expected))
 
 
-def test_a_part_of_an_input_that_one_micro_batch_does_not_use_has_zeros_there():
-    """In the shape of that part: the tensors of an input differ in all dimensions but the first."""
+@pytest.mark.parametrize("unused_by", [0, 1, 2])
+def test_a_part_of_an_input_that_one_micro_batch_does_not_use_has_zeros_there(unused_by):
+    """In the shape of that part: the tensors of an input differ in all dimensions but the first, and
+    the last micro-batch has fewer samples.
+    """
 
     class UsingBoth(nn.Module):
         def forward(self, pair):
             x, bias = pair
-            return x * 2 if bool(x[0, 0] == 0) else x * bias.sum((1, 2))[:, None]
+            return x * 2 if int(x[0, 0]) // 3 == unused_by else x * bias.sum((1, 2))[:, None]
 
-    x = torch.arange(6.0)[:, None].expand(6, 4)
-    pairs = [(x.clone().requires_grad_(), torch.ones(6, 2, 3, requires_grad=True)) for _ in "ab"]
+    x = torch.arange(7.0)[:, None].expand(7, 4)
+    pairs = [(x.clone().requires_grad_(), torch.ones(7, 2, 3, requires_grad=True)) for _ in "ab"]
     Pipe(nn.Sequential(UsingBoth()), [1], chunks=3)(pairs[0]).sum().backward()
     for part in zip(*(tensor.chunk(3) for tensor in pairs[1]), strict=True):
         UsingBoth()(part).sum().backward()
     for tensor, expected in zip(*pairs, strict=True):
         torch.testing.assert_close(tensor.grad, expected.grad)
-    assert not pairs[0][1].grad[:2].any()
+    assert not pairs[0][1].grad.chunk(3)[unused_by].any()
 
 
 def test_an_input_that_no_micro_batch_uses_has_no_gradient():
@@ -413,3 +416,18 @@ def test_an_output_may_require_a_gradient_in_some_micro_batches_only():
     assert output.requires_grad
     output.square().sum().backward()
     assert float(pipe[0].gain.grad) == 2 * (9 + 16)
+
+
+def test_evaluations_do_not_tell_that_layers_draw_nothing_in_training():
+    """The first forward in training is recomputed with the same mask, though it is not observed."""
+    torch.manual_seed(0)
+    pipe = Pipe(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), [1, 1], devices=2, chunks=2)
+    pipe.checkpoint = "always"
+    x = torch.ones(6, 4, requires_grad=True)
+    pipe.eval()
+    pipe(x)
+    pipe(x)
+    output = pipe.train()(x)
+    output.sum().backward()
+    kept = (output != 0).to(x.dtype)
+    torch.testing.assert_close(x.grad, 2 * kept @ pipe[0].weight.detach())

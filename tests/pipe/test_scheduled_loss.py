@@ -242,3 +242,15 @@ def test_autocast_to_float16_is_refused_where_it_is_switched_on():
         pytest.raises(SettingError, match="needs a scaled loss"),
     ):
         pipe(x, y)
+
+
+def test_inputs_that_require_a_gradient_are_refused_wherever_they_are():
+    """Leaves, and results of an op that is trained, also in a nested input."""
+    pipe = make_pipe(None)
+    x, y = batch(8)
+    leaf = x.clone().requires_grad_()
+    for value in (leaf, leaf * 2, [x, {"mask": leaf * 2}]):
+        with pytest.raises(SettingError, match=r"an input of shape \(8, 6\) requires a gradient"):
+            pipe(value, y)
+    with torch.no_grad():
+        assert not pipe(leaf, y).requires_grad

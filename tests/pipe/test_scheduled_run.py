@@ -7,6 +7,7 @@ import threading
 
 import pytest
 import torch
+from tests.pipe.layers import ticking_clock
 from tests.pipe.scheduled import MODES, batch, force, grads_of, make_layers, make_pipe
 from torch import nn
 from torch.nn import functional
@@ -14,6 +15,7 @@ from torch.nn import functional
 import penstock as ps
 from penstock.errors import ScheduleError, SettingError
 from penstock.modules.recomputing import is_checkpointing, is_recomputing
+from penstock.pipe import scheduled_run
 from penstock.pipe.pipe import Pipe
 from penstock.schedule.catalogue import schedules
 
@@ -430,3 +432,15 @@ def test_a_batch_without_samples_is_refused():
     x, y = batch(2)
     with pytest.raises(SettingError, match="the same number of samples, at least 1"):
         make_pipe(None)(x[:0], y[:0])
+
+
+@pytest.mark.parametrize(("threads", "seconds"), [(False, 1.0), (True, 4.0)])
+def test_the_time_of_an_op_is_that_of_all_ranks_divided_by_forwards_and_backwards(
+    threads, seconds, monkeypatch
+):
+    """By it the choice between threads and one thread is made; updates do not count."""
+    monkeypatch.setattr(scheduled_run, "time", ticking_clock())
+    pipe = make_pipe(threads)
+    pipe(*batch(8))
+    choice = pipe._scheduled_run(pipe.loss).choice
+    assert choice.seconds_per_op == seconds / (2 * 4 * 4)  # halves, stages, micro-batches
