@@ -168,6 +168,24 @@ def test_a_file_has_its_name_only_when_it_is_on_the_disk(tmp_path, monkeypatch):
     assert happened == ["file", "name", "folder"]
 
 
+def test_two_files_of_one_folder_may_be_written_at_the_same_time(tmp_path, monkeypatch):
+    """Ranks of several processes write theirs into one folder."""
+    other, sync_file = NAME.replace("stage-0000", "stage-0001"), checkpoint_files.sync_file
+    assert other != NAME
+
+    def sync_and_write(path):
+        if not (tmp_path / other).exists():
+            monkeypatch.setattr(checkpoint_files, "sync_file", sync_file)
+            write_file(tmp_path / other, {"b": torch.zeros(2)}, TEXTS)
+        sync_file(path)
+
+    monkeypatch.setattr(checkpoint_files, "sync_file", sync_and_write)
+    write_file(tmp_path / NAME, {"a": torch.ones(1)}, TEXTS)
+    assert differences(read_tensors(tmp_path, NAME, ["a"]), {"a": torch.ones(1)}) == []
+    assert differences(read_tensors(tmp_path, other, ["b"]), {"b": torch.zeros(2)}) == []
+    assert {path.name for path in tmp_path.iterdir()} == {NAME, other}
+
+
 def test_a_failed_write_names_the_folder_and_leaves_nothing(tmp_path, monkeypatch):
     """Neither the partial file nor a changed one of the same name."""
     target = tmp_path / NAME
