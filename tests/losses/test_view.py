@@ -159,3 +159,51 @@ def test_an_evaluation_moves_no_generator_though_the_loss_draws():
     view.evaluation(0)
     view.pair_evaluations()
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(
+    ("output", "target", "expected"),
+    [
+        (torch.ones(3, 1), torch.ones(3), True),
+        (torch.ones(3), torch.ones(3), False),
+        (torch.ones(3, 4), torch.ones(3, 4), False),
+        (torch.ones(3, 4), torch.tensor([0, 1, 2]), False),
+        (torch.ones(3, 1), torch.tensor([0, 0, 0]), True),
+        ([torch.ones(3, 1)], torch.ones(3), False),
+    ],
+)
+def test_outputs_of_another_shape_than_their_targets_may_be_broadcast(output, target, expected):
+    """Class indices have fewer dimensions than the scores, which have more than one class."""
+    batch = make_batch(torch.ones(6), torch.cat([target, target]), 2, step=0, training=True)
+    view = View(LossCall(functional.mse_loss, CPU), batch, 0, output, 1)
+    assert view.may_broadcast is expected
+
+
+@pytest.mark.parametrize("shares", [None, (0.5, 1 / 3, 1 / 6)])
+def test_the_loss_of_the_batch_has_a_graph_if_it_depends_on_the_outputs(shares):
+    """A micro-batch alone does not tell. A loss that raises on repeated outputs is not judged."""
+    shapes = []
+
+    def of_all(output, target):
+        shapes.append((output.shape, target.shape))
+        target.zero_()
+        return (output - target).square().mean()
+
+    def fails(output, target):
+        raise ValueError
+
+    batch = batch_of(5, 2, shares)
+    before = [target.clone() for target in batch.targets]
+    state = torch.get_rng_state()
+    for loss, expected in (
+        (of_all, True),
+        (lambda x, y: ((x * torch.rand(())).sum(), 3), True),
+        (lambda x, y: (x.detach() - y).square().mean(), False),
+        (lambda x, y: ((x.detach() - y).sum(), 3), False),
+        (fails, True),
+    ):
+        with torch.no_grad():
+            assert views_of(batch, 1, 0, loss)[0].has_graph() is expected
+    assert shapes == [((5, 6, 2), (5, 6, 2))]
+    assert all(map(torch.equal, before, batch.targets))
+    assert torch.equal(torch.get_rng_state(), state)

@@ -129,18 +129,29 @@ def test_a_change_of_one_setting_holds_from_the_next_batch_with_a_loss():
     assert first_passes() == [True] * 4
 
 
-def test_a_traced_model_that_changes_has_other_graphs_under_a_schedule():
-    """Stages that were built of the earlier graphs would go on with them."""
-    model = traced.make_model(0.5)
+def test_a_traced_model_whose_layer_begins_to_draw_has_new_stages_under_a_schedule():
+    """The layer draws from its own stream, as in a Pipe that is made of the changed model. Stages
+    that were built of the earlier graphs would not seed it.
+    """
+
+    def make(rate):
+        model = traced.make_model(rate)
+        settings = {"schedule": "1f1b", "loss": loss_of, "checkpoint": "always"}
+        return model, traced.make_pipe(model, (1, 3), **settings)
 
     def loss_of(output, target):
         return functional.cross_entropy(output["scores"], target)
 
-    pipe = traced.make_pipe(model, (1, 3), schedule="1f1b", loss=loss_of)
+    model, pipe = make(0.0)
     pipe(traced.X, traced.Y)
-    model.dropout.p = 0.0
-    expected = loss_of(model(traced.X), traced.Y)
-    torch.testing.assert_close(pipe(traced.X, traced.Y).detach(), expected.detach())
+    model.dropout.p = 0.5
+    results = []
+    for other in (pipe, make(0.5)[1]):
+        torch.manual_seed(1)
+        loss = other(traced.X, traced.Y)
+        loss.backward()
+        results.append((loss.detach(), [weight.grad for weight in other.parameters()]))
+    torch.testing.assert_close(results[0], results[1])
 
 
 class TrainingPenalty(nn.Module):
