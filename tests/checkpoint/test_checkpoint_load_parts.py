@@ -223,9 +223,9 @@ def test_if_one_rank_refuses_no_rank_loads(saved, original, two_pipes, monkeypat
         assert differences(state_of(pipe), state) == []
 
 
-@pytest.mark.parametrize(("size", "told"), [(1, []), (3, [0])])
+@pytest.mark.parametrize(("size", "expected"), [(1, []), (3, [0])])
 def test_an_unexpected_error_is_raised_and_the_ranks_of_others_are_told(
-    saved, pipe, monkeypatch, size, told
+    saved, pipe, monkeypatch, size, expected
 ):
     """They wait for the report of this one."""
 
@@ -244,7 +244,7 @@ def test_an_unexpected_error_is_raised_and_the_ranks_of_others_are_told(
     world = SimpleNamespace(local_ranks=(0,), size=size, run=run)
     with pytest.raises(ZeroDivisionError, match="a defect"):
         load(saved, world, pipe._assembly.placed, [], CheckpointOptions())
-    assert ranks == told
+    assert ranks == expected
 
 
 def test_missing_files_are_fetched_before_anything_is_read(saved, pipe, monkeypatch):

@@ -52,8 +52,8 @@ def test_training_goes_on_while_a_checkpoint_of_an_earlier_step_is_written(tmp_p
 
 def test_a_checkpoint_that_is_completed_between_two_saves_is_told_once(tmp_path):
     """Mostly it is complete long before the next one begins; `on_checkpoint` hung on that before."""
-    told = []
-    context = SeriesContext(on_saved=lambda step, folder: told.append((step, folder.exists())))
+    saved = []
+    context = SeriesContext(on_saved=lambda step, folder: saved.append((step, folder.exists())))
     pipe = trained(2, "mlp")
     checkpoints = ps.Checkpoints(tmp_path, every=2, context=context)
     checkpoints.save(pipe)
@@ -62,9 +62,9 @@ def test_a_checkpoint_that_is_completed_between_two_saves_is_told_once(tmp_path)
         pipe.train_batch(*batch("mlp", number % 2))
         checkpoints.poll(pipe)
         number += 1
-    assert told == [(2, True)]
+    assert saved == [(2, True)]
     checkpoints.finish(pipe)
-    assert told == [(2, True), (number, True)]
+    assert saved == [(2, True), (number, True)]
 
 
 def test_what_cannot_be_saved_is_told_by_a_later_step(tmp_path):

@@ -286,8 +286,8 @@ def test_a_model_replaces_the_files_of_an_earlier_one_in_hugging_faces_layout(
         tensors = {f"t{place}": torch.full((8,), float(number)) for place in range(count)}
         written = save_weights(tensors, tmp_path, "huggingface")
         assert differences(load_weights(tmp_path), tensors) == []
-        kept = {"config.json", "model-of-mine.safetensors"}
-        assert {file.name for file in tmp_path.iterdir()} == {file.name for file in written} | kept
+        names = {"config.json", "model-of-mine.safetensors", *(file.name for file in written)}
+        assert {file.name for file in tmp_path.iterdir()} == names
 
 
 def test_only_tensors_that_an_index_names_are_read(tmp_path):

@@ -349,8 +349,8 @@ def test_a_loss_that_cannot_be_tested_is_weighted_by_samples_with_a_warning():
     net = nn.Sequential(*model(), Noting())
     pipe = ps.Pipeline(net, loss=picky, balance=[3, 4], micro_batches=3, executor="threads")
     with pytest.warns(UserWarning, match=r"could not be tested, .*not an output of the model"):
-        found = float(pipe.train_batch(x, y))
-    assert found == pytest.approx(float(model()(x).square().mean().detach()), rel=1e-5)
+        loss = float(pipe.train_batch(x, y))
+    assert loss == pytest.approx(float(model()(x).square().mean().detach()), rel=1e-5)
 
 
 class Penalised(nn.Linear):
@@ -398,5 +398,5 @@ def test_asynchronous_schedules_weight_each_batch_separately():
         optimizer=lambda params: torch.optim.SGD(params, lr=0.0),
     )
     batches = [batch(number) for number in range(5)]
-    found = [float(loss) for loss in pipe.train(batches)]
-    assert found == pytest.approx([plain(cross_entropy, *each)[0] for each in batches], rel=1e-5)
+    losses = [float(loss) for loss in pipe.train(batches)]
+    assert losses == pytest.approx([plain(cross_entropy, *pair)[0] for pair in batches], rel=1e-5)

@@ -47,8 +47,8 @@ def tokens_that_count(scores, labels):
 
 def by_hand(scores, labels):
     """The same, divided by hand."""
-    each = functional.cross_entropy(scores.view(-1, WORDS), labels.view(-1), reduction="sum")
-    return each / (labels != -100).sum()
+    total = functional.cross_entropy(scores.view(-1, WORDS), labels.view(-1), reduction="sum")
+    return total / (labels != -100).sum()
 
 
 def at_least_one(scores, labels):
@@ -93,7 +93,7 @@ def batch():
     return {"ids": ids, "labels": labels}
 
 
-def made(compute):
+def make_model(compute):
     """The model, always the same."""
     with torch.random.fork_rng():
         torch.manual_seed(2)
@@ -141,13 +141,13 @@ def check(model, plain, x, schedule, loss=its_own):
 )
 def test_the_loss_inside_a_traced_model_is_that_of_the_undivided_batch(compute, schedule):
     """Its graph shows the divisor, and every rank has the labels."""
-    check(made(compute), made(compute), batch(), schedule)
+    check(make_model(compute), make_model(compute), batch(), schedule)
 
 
 @pytest.mark.parametrize("compute", [contrastive, penalised])
 def test_a_loss_inside_a_traced_model_that_cannot_be_divided_is_refused(compute):
     """Its samples depend on each other, or its terms have different divisors."""
-    model, x = made(compute), batch()
+    model, x = make_model(compute), batch()
     pipe = ps.Pipeline(
         ps.chain(model, x), loss=its_own, balance=[1, 2], micro_batches=3, executor="threads"
     )
@@ -217,8 +217,8 @@ def test_a_list_of_layers_that_computes_its_loss_must_weight_by_samples():
         pipe = ps.Pipeline(
             layers, loss=its_own, balance=[1, 1], micro_batches=3, executor="threads"
         )
-        found = float(pipe.train_batch(whole, whole["labels"]))
-        assert found == pytest.approx(float(expected.detach()), rel=1e-5)
+        loss = float(pipe.train_batch(whole, whole["labels"]))
+        assert loss == pytest.approx(float(expected.detach()), rel=1e-5)
         torch.testing.assert_close(layers[1].head.weight.grad, plain[1].head.weight.grad)
     pipe = ps.Pipeline(
         [First(), Last(tokens_that_count)],

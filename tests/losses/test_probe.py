@@ -119,10 +119,10 @@ def test_how_losses_add_up_is_read_from_values_and_gradients(loss, expected, siz
     pair = pair_of(sizes, dim=dim)
     total = sum(sizes)
     weights = {"shares": (sizes[0] / total, sizes[1] / total), "sums": (1.0, 1.0)}
-    found = readings(loss, pair)
-    assert len(found) == 5
+    results = readings(loss, pair)
+    assert len(results) == 5
     assert len(readings(loss, pair, brief=True)) == 1
-    assert consistent(found, weights) == expected
+    assert consistent(results, weights) == expected
 
 
 def test_a_bend_that_no_value_shows_is_read_from_the_graph():
@@ -132,10 +132,10 @@ def test_a_bend_that_no_value_shows_is_read_from_the_graph():
         loss = (output - target).square().mean()
         return (loss - 1e-9).abs() + 1e-9
 
-    found = readings(flooded, pair_of((2, 3)))
-    assert {reading.nonlinear for reading in found} == {"Abs"}
-    found = readings(lambda x, y: (x - y).abs().mean(), pair_of((2, 3)))
-    assert {reading.nonlinear for reading in found} == {None}
+    results = readings(flooded, pair_of((2, 3)))
+    assert {reading.nonlinear for reading in results} == {"Abs"}
+    results = readings(lambda x, y: (x - y).abs().mean(), pair_of((2, 3)))
+    assert {reading.nonlinear for reading in results} == {None}
 
 
 @pytest.mark.parametrize(
@@ -144,8 +144,8 @@ def test_a_bend_that_no_value_shows_is_read_from_the_graph():
 def test_the_tolerance_is_that_of_the_coarsest_dtype(dtype, tolerance):
     """Of losses and outputs: a loss in float32 of outputs in bfloat16 is as coarse as these."""
     pair = pair_of((2, 3), dtype=dtype)
-    found = readings(lambda x, y: (x - y).double().square().mean(), pair, brief=True)
-    assert found[0].tolerance == tolerance
+    results = readings(lambda x, y: (x - y).double().square().mean(), pair, brief=True)
+    assert results[0].tolerance == tolerance
 
 
 def test_what_the_loss_refuses_of_changed_outputs_is_left_out_and_nothing_is_changed():

@@ -147,10 +147,10 @@ def test_shapes_follow_samples_and_tokens():
 def test_only_floating_point_leaves_of_outputs_require_gradients():
     """Dtypes and constants stay."""
     value = {"a": torch.ones(2, 3, dtype=torch.float64), "b": torch.ones(2).long(), "c": 5}
-    found = outputs_like(value, (2, 0), (4, 0))
-    assert (found["a"].dtype, found["a"].requires_grad) == (torch.float64, True)
-    assert (found["b"].shape, found["b"].requires_grad) == ((4,), False)
-    assert found["c"] == 5
+    outputs = outputs_like(value, (2, 0), (4, 0))
+    assert (outputs["a"].dtype, outputs["a"].requires_grad) == (torch.float64, True)
+    assert (outputs["b"].shape, outputs["b"].requires_grad) == ((4,), False)
+    assert outputs["c"] == 5
 
 
 def test_graphs_are_recorded_whatever_the_stage_does():

@@ -407,7 +407,7 @@ def test_numbers_of_rows_do_not_depend_on_contents():
     doubled = graph.call_function(aten.mul.Tensor, (x, 2))
     both = graph.call_function(aten.add.Tensor, (places, doubled))
     neither = graph.call_function(aten.add.Tensor, (places, zeros))
-    found = [
+    answers = [
         _depends_on_contents(node) for node in (x, size, places, zeros, doubled, both, neither)
     ]
-    assert found == [True, False, False, False, True, True, False]
+    assert answers == [True, False, False, False, True, True, False]

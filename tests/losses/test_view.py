@@ -110,12 +110,12 @@ def test_readings_are_of_both_parts_in_their_order_and_move_no_generator(number)
         return (output - 3 * target).square().mean()
 
     (view,) = views_of(batch, number, 0, loss)
-    found = view.readings(brief=True)
+    results = view.readings(brief=True)
     value = batch.inputs[number]
     rows = [value[[n % len(value) for n in range(count)]] for count in (3, 2)]
-    assert found[0].first == pytest.approx(float(loss(rows[0], batch.targets[0])))
+    assert results[0].first == pytest.approx(float(loss(rows[0], batch.targets[0])))
     rolled = rows[1].roll(1, 0)
-    assert found[0].second == pytest.approx(float(loss(rolled, batch.targets[1])))
+    assert results[0].second == pytest.approx(float(loss(rolled, batch.targets[1])))
     assert len(view.readings()) == 5
     assert torch.equal(torch.get_rng_state(), before)
     (view,) = views_of(batch, number, 0, lambda x, y: (x * torch.rand(())).sum())

@@ -429,5 +429,5 @@ def test_evaluations_do_not_tell_that_layers_draw_nothing_in_training():
     pipe(x)
     output = pipe.train()(x)
     output.sum().backward()
-    kept = (output != 0).to(x.dtype)
-    torch.testing.assert_close(x.grad, 2 * kept @ pipe[0].weight.detach())
+    mask = (output != 0).to(x.dtype)
+    torch.testing.assert_close(x.grad, 2 * mask @ pipe[0].weight.detach())
