@@ -38,6 +38,15 @@ def test_a_copy_has_weights_and_threads_of_its_own(make):
     assert all(a is not b for a, b in zip(pipe.parameters(), other.parameters(), strict=True))
 
 
+def test_a_copy_refers_to_itself_where_the_pipe_does():
+    """A callback in an attribute may refer to its model; both pipes of a list may be one."""
+    pipe = make_pipe()
+    pipe.__dict__["callback"] = [pipe]
+    first, second = copy.deepcopy([pipe, pipe])
+    assert first is second is first.callback[0]
+    assert first is not pipe
+
+
 def test_modes_reach_the_layers_and_evaluation_keeps_running_statistics():
     """`eval()` is the module's own."""
     pipe, x = make_pipe(), torch.randn(6, 4)

@@ -93,12 +93,27 @@ def test_state_loads_under_another_balance_and_from_and_into_the_plain_model(bal
 
 
 def test_state_loads_where_the_pipe_is_a_part_of_another_module():
-    """`load_state_dict` of the whole comes by without asking the Pipe's own."""
-    whole, plain = nn.ModuleDict({"body": make_pipe()}), nn.ModuleDict({"body": make_model()})
+    """`load_state_dict` of the whole comes by without asking the Pipe's own. A module beside the
+    Pipe may have the name of one of its layers.
+    """
+    whole = nn.ModuleDict({"body": make_pipe(), "0": nn.Linear(4, 8)})
+    plain = nn.ModuleDict({"body": make_model(), "0": nn.Linear(4, 8)})
     with torch.no_grad():
         plain["body"][0].bias.fill_(3.0)
+        plain["0"].bias.fill_(5.0)
     whole.load_state_dict(plain.state_dict())
     assert whole["body"][0].bias.tolist() == [3.0] * 8
+    assert whole["0"].bias.tolist() == [5.0] * 8
+
+
+def test_parameters_may_be_replaced_by_those_of_a_state():
+    """`assign=True` of torch, for a model that was made on the meta device."""
+    with torch.device("meta"):
+        model = make_model()
+    pipe, state = Pipe(model, [2, 3], devices=["meta"] * 2), make_model().state_dict()
+    pipe.load_state_dict(state, assign=True)
+    assert torch.equal(pipe[4].bias, state["4.bias"])
+    assert not any(parameter.is_meta for parameter in pipe.parameters())
 
 
 def test_a_layer_may_have_the_name_of_the_partitions():

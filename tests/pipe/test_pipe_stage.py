@@ -164,12 +164,12 @@ def test_a_weight_of_any_partition_changed_before_the_recompute_is_refused():
 
 
 def test_a_side_loss_may_be_a_constant_beside_one_with_a_gradient():
-    """A layer may report a number that no weight changes."""
+    """A layer may report a number that no weight changes, also in another dtype."""
 
     class Reporting(nn.Linear):
         def forward(self, x):
             output = super().forward(x)
-            side_loss(torch.ones(()))
+            side_loss(torch.ones((), dtype=torch.float64))
             side_loss(output.square().mean())
             return output
 

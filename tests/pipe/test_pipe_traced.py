@@ -133,12 +133,15 @@ def test_modes_of_the_pipe_and_of_the_model_are_one():
     torch.testing.assert_close(pipe(X), expected)
     pipe.train()
     assert model.drop.training
+    assert pipe.training
+    assert all(partition.training for partition in pipe.partitions)
     assert not torch.equal(pipe(X), pipe(X))
     model.eval()
     torch.testing.assert_close(pipe(X), expected)
     model.drop.train()
     assert not torch.equal(pipe(X), pipe(X))
     pipe.eval()
+    assert not pipe.training
     torch.testing.assert_close(pipe(X), expected)
 
 
