@@ -91,4 +91,5 @@ def test_the_error_of_the_rank_that_failed_is_raised_and_the_ranks_run_again(fai
         with pytest.raises(ArithmeticError, match=f"rank {failing}"):
             world.run(lambda rank: job(rank, 0.0, failing))
         assert list(world.run(lambda rank, value=value: job(rank, value)).values()) == [value] * 3
+        assert [world.board(rank).failure() for rank in range(3)] == [None] * 3
     world.close()
