@@ -179,3 +179,37 @@ def test_a_side_loss_may_be_a_constant_beside_one_with_a_gradient():
     output = nn.functional.linear(x, pipe[0].weight, pipe[0].bias)
     (expected,) = torch.autograd.grad(output.sum() + output.square().mean(), [pipe[0].weight])
     torch.testing.assert_close(pipe[0].weight.grad, expected)
+
+
+class Growing(nn.Module):
+    """Multiplies by the number of its calls, which a list outside of the model holds."""
+
+    def __init__(self, calls: list[int]) -> None:
+        super().__init__()
+        self.calls = calls
+
+    def forward(self, x):
+        """Return another result at every call."""
+        self.calls.append(0)
+        return x * len(self.calls)
+
+
+def test_a_recompute_with_another_result_is_refused_with_its_layers_and_micro_batch():
+    """The gradient would be that of another network."""
+    layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), Growing([]), nn.Tanh())
+    pipe = Pipe(layers, [1, 2, 1], devices=3, chunks=2, checkpoint="always")
+    loss = pipe(torch.ones(4, 2)).sum()
+    with pytest.raises(
+        RunError, match=r"layers 1 to 2 of a Pipe \(1, 2\), micro-batch 1: recomputed for the back"
+    ):
+        loss.backward()
+
+
+def test_buffers_of_a_layer_that_was_replaced_are_restored_for_the_recompute():
+    """Its batch norm counts every micro-batch once, as that of the layer before."""
+    pipe = Pipe(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), [2], chunks=2)
+    pipe.checkpoint = "always"
+    for _ in range(2):
+        pipe.partitions[0][1] = nn.BatchNorm1d(2)
+        pipe(torch.rand(4, 2)).sum().backward()
+        assert pipe[1].num_batches_tracked == 2
