@@ -167,13 +167,11 @@ def prune(root: Path, keep: int) -> None:
     stay.
     """
     whole = whole_checkpoints(step_folders(root))
-    staying = {saved.folder for saved in whole[:keep]}
     best = best_whole([saved.folder for saved in whole])
-    if best is not None:
-        staying.add(best.folder)
     oldest = min((saved.step for saved in whole[:keep]), default=0)
     for folder in step_folders(root):
-        if folder not in staying and int(folder.name.removeprefix("step-")) < oldest:
+        is_best = best is not None and folder == best.folder
+        if not is_best and int(folder.name.removeprefix("step-")) < oldest:
             _remove(folder)
     for folder in root.glob(".step-*"):
         shutil.rmtree(folder, ignore_errors=True)
