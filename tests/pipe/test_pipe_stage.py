@@ -257,6 +257,6 @@ def test_a_layer_that_begins_to_change_its_input_in_place_is_refused_once():
     expected = pipe(x).detach()
     layers[1].in_place = True
     with torch.no_grad():
-        with pytest.raises(RunError, match="in place .* had not done so in its first forward"):
+        with pytest.raises(RunError, match=r"in place .* had not done so in its first forward"):
             pipe(x)
         torch.testing.assert_close(pipe(x), expected)
