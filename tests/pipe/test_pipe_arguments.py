@@ -88,6 +88,24 @@ def test_a_weight_on_two_devices_is_refused_with_both_its_names():
         Pipe(nn.Sequential(Holder(inner), Holder(inner)), [1, 1], devices=["cpu", "meta"])
 
 
+def test_a_buffer_on_two_devices_is_refused_and_one_on_a_common_device_is_not():
+    """Such as a table of positions that two layers read."""
+
+    def layers():
+        table = torch.zeros(2)
+        pair = [nn.Linear(2, 2), nn.Linear(2, 2)]
+        for layer in pair:
+            layer.register_buffer("table", table)
+        return nn.Sequential(*pair)
+
+    with pytest.raises(
+        ValueError, match=r"0\.table \(partition 0 on cpu\) is 1\.table \(partition 1"
+    ):
+        Pipe(layers(), [1, 1], devices=["cpu", "meta"])
+    pipe = Pipe(layers(), [1, 1], devices=["cpu", "cpu"])
+    assert pipe[0].table is pipe[1].table
+
+
 class Doubled(nn.Sequential):
     """Does more than its layers."""
 
@@ -207,8 +225,9 @@ def test_only_skips_between_partitions_pass_through_ports(lengths, incoming, out
 
 def test_a_tensor_of_a_layer_may_be_registered_in_the_container_too():
     """It is in the state already, so that nothing is lost."""
-    model = nn.Sequential(nn.Linear(2, 2))
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     model.weight = model[0].weight
+    model.register_buffer("mean", model[1].running_mean)
     model.register_buffer("missing", None)
     check_sequential(model)
     model.register_buffer("scale", torch.ones(2))
