@@ -309,6 +309,8 @@ def test_trainer_smooths_labels_as_for_the_model():
     model.accepts_loss_kwargs = True
     assert pipe.accepts_loss_kwargs
     torch.testing.assert_close(pipe(x=traced.X, num_items_in_batch=8), model(traced.X))
+    model.accepts_loss_kwargs = False
+    assert not pipe.accepts_loss_kwargs
     layers = ps.Pipe(nn.Sequential(nn.Linear(3, 4)), [1])
     assert layers._get_name() == "Pipe"
     assert not layers.accepts_loss_kwargs

@@ -118,6 +118,24 @@ def test_masks_of_any_generator_are_the_same_by_seed_with_and_without_threads(ma
 
 
 @MASKS
+def test_a_micro_batch_without_draws_does_not_hide_those_of_another(mask):
+    """In every forward the recompute has the mask, and the caller's generator of Python stays."""
+
+    class MaskingOnes(nn.Module):
+        def forward(self, x):
+            return x * mask(x.shape) if bool(x.any()) else x
+
+    pipe = Pipe(nn.Sequential(MaskingOnes()), [1], chunks=2, checkpoint="always")
+    state = random.getstate()
+    for _ in range(3):
+        x = torch.cat([torch.ones(2, 9), torch.zeros(2, 9)]).requires_grad_()
+        output = pipe(x)
+        output.sum().backward()
+        torch.testing.assert_close(x.grad[:2], output.detach()[:2])
+        assert random.getstate() == state
+
+
+@MASKS
 def test_a_layer_draws_the_same_in_a_run_that_is_observed_and_in_one_that_is_not(mask):
     """Whether a layer holds the generators exclusively changes none of its numbers."""
     layers = [Masking(mask), nn.Dropout(0.5), Masking(mask)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from tests.pipe.layers import PassRecorder
@@ -131,16 +133,21 @@ def test_a_second_forward_whose_outputs_need_other_gradients_is_refused():
 
 
 def test_parts_keep_the_modes_that_they_have_after_the_second_forward():
-    """A frozen batch norm in a model that trains, and the other way round."""
+    """A frozen batch norm in a model that trains, and the other way round. The second forward has
+    the modes of the first.
+    """
     layers = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Dropout(0.0))
     layers[1].eval()
+    plain, x = copy.deepcopy(layers), torch.rand(4, 2)
     pipe = Pipe(layers, [3], chunks=2, checkpoint="always")
-    loss = pipe(torch.ones(4, 2)).sum()
+    loss = pipe(x).square().sum()
     layers[1].train()
     layers[2].eval()
     loss.backward()
     assert [layer.training for layer in layers] == [True, True, False]
     assert layers[1].num_batches_tracked == 0
+    plain(x).square().sum().backward()
+    torch.testing.assert_close(layers[0].weight.grad, plain[0].weight.grad)
 
 
 def test_a_weight_of_any_partition_changed_before_the_recompute_is_refused():

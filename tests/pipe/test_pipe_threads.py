@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -54,6 +55,8 @@ def test_threads_inside_an_op_are_shared_and_the_callers_number_stays():
         for _ in range(3):
             pipe(torch.rand(2))
             assert torch.get_num_threads() == 4
+            with ThreadPoolExecutor(1) as new:
+                assert new.submit(torch.get_num_threads).result() == 4
     finally:
         torch.set_num_threads(caller_threads)
     assert thread_counts == [4, 4, 4, 4, 2, 2]

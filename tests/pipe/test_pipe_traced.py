@@ -145,6 +145,16 @@ def test_modes_of_the_pipe_and_of_the_model_are_one():
     torch.testing.assert_close(pipe(X), expected)
 
 
+def test_a_pipe_begins_in_the_mode_of_the_model():
+    """Of a traced model, and of the layers of a nested nn.Sequential."""
+    nested = nn.Sequential(nn.Sequential(nn.Linear(5, 4), nn.Dropout(0.5)), nn.Linear(4, 3))
+    for model in (make_transformer(), nested):
+        for mode in (False, True):
+            pipe = ps.Pipe(ps.chain(model.train(mode), X), [2, 1], devices=["cpu"] * 2)
+            assert pipe.training is mode
+            assert all(part.training is mode for part in model.modules())
+
+
 def test_settings_of_modules_of_the_pipe_are_those_of_the_model():
     """As in `for module in pipe.modules()`, and by `apply`."""
     plain, pipe = make_transformer(), make_pipe(make_transformer(), (2, 1))
