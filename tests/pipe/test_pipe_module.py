@@ -292,6 +292,14 @@ def test_another_dtype_after_tracing_is_refused(convert):
     assert pipe(traced.X)["scores"].dtype == torch.float32
 
 
+def test_a_pipe_without_state_lacks_the_attributes_of_a_model():
+    """As `copy` and `pickle` make it: they ask for attributes before they set any."""
+    empty = Pipe.__new__(Pipe)
+    for name in ("config", "_traced", "partitions"):
+        with pytest.raises(AttributeError, match=f"no attribute '{name}'"):
+            getattr(empty, name)
+
+
 def test_trainer_smooths_labels_as_for_the_model():
     """It reads the configuration, shifts labels by the name of the class, and may add a number to
     the inputs.

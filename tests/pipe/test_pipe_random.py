@@ -308,6 +308,19 @@ def test_other_modules_are_counted_and_judged_anew():
     assert [run_once(randomness, drew=True) for _ in range(3)] == [True, True, True]
 
 
+def test_what_earlier_forwards_did_not_draw_tells_nothing_after_a_draw_or_a_change_of_modules():
+    """A layer may draw in some batches only, and other modules in another mode."""
+    layers = nn.Sequential(Masking(torch.ones))
+    randomness = PartitionRandomness(layers)
+    assert run_once(randomness, drew=False)
+    assert run_once(randomness, drew=True)  # the second, which is observed
+    assert run_once(randomness, drew=False)
+    assert run_once(randomness, training=False, drew=False)
+    layers[0] = Masking(torch_mask)
+    assert [run_once(randomness, drew=True) for _ in range(2)] == [True, True]
+    assert run_once(randomness, training=False)
+
+
 def test_a_changed_float_of_a_module_of_the_user_may_be_a_rate():
     """A forward that drew nothing tells nothing about another rate, under whatever name."""
     layer = Masking(torch.ones)

@@ -263,9 +263,10 @@ class PipeModule(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            model = None if name == "_traced" else self._model
-            if name in _MODEL_ATTRIBUTES and model is not None:
-                return getattr(model, name)
+            # From `__dict__`: a Pipe that is being copied or unpickled has no attributes yet.
+            traced = self.__dict__.get("_traced")
+            if name in _MODEL_ATTRIBUTES and traced is not None:
+                return getattr(traced.roots[0], name)
             raise
 
     # -- moving between devices, which a Pipe does not support
