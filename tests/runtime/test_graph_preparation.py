@@ -9,7 +9,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tests.runtime.preparing import Small, anneal, chain_of, plain_losses, traced_pipeline
+from tests.runtime.preparing import (
+    Small,
+    anneal,
+    chain_of,
+    pipeline,
+    plain_losses,
+    traced_pipeline,
+)
 from torch import nn
 from torch.nn import functional
 
@@ -236,6 +243,43 @@ def test_every_micro_batch_of_a_new_batch_is_looked_up_and_traced_once(prepare):
     assert log[-1] == ("trace", "a", False, None)
 
 
+def test_a_batch_may_have_known_forms_and_new_ones(prepare):
+    """Such as the last one of an epoch, whose first micro-batches are as large as before."""
+    preparation, _, log = prepare()
+    preparation.prepare(batch_of("a", "a"))
+    log.clear()
+    preparation.prepare(batch_of("a", "b", signature="other"))
+    assert [entry[1] for entry in log if entry[0] == "trace"] == ["b"]
+
+
+def test_an_evaluation_goes_by_the_model_in_evaluation_mode(prepare):
+    """Its state and its changes are others than those of training."""
+    preparation, graphs, log = prepare()
+    graphs.state = lambda training: 0 if training else 5
+    graphs.is_current = lambda training: training
+    for training, signature in ((True, "form"), (False, "form/5")):
+        log.clear()
+        batch = preparation.prepare(batch_of("a", training=training))
+        assert batch.signature == signature
+        refreshed = [entry for entry in log if entry[0] == "refresh"]
+        assert refreshed == ([] if training else [("refresh", False)])
+
+
+def test_the_example_is_traced_when_the_pipeline_is_constructed(monkeypatch):
+    """In mixed precision it has another graph than the one that came with the chain."""
+    chain = chain_of(Small())
+    captures = []
+    capture = variants.capture
+
+    def recorded(*args, **options):
+        captures.append(autocast_dtype())
+        return capture(*args, **options)
+
+    monkeypatch.setattr(variants, "capture", recorded)
+    pipeline(chain, executor="threads", autocast=torch.bfloat16)
+    assert captures == [torch.bfloat16]
+
+
 def test_graphs_depend_on_the_model_and_on_the_settings_of_torch(prepare):
     """Each of them is part of what a prepared batch is known by."""
     preparation, graphs, log = prepare()
@@ -294,10 +338,10 @@ def test_batches_in_flight_are_finished_before_the_graphs_change(prepare, change
 def test_stages_begin_anew_when_other_layers_draw_random_numbers(prepare):
     """Which layers do is known from the graphs."""
     preparation, graphs, log = prepare()
-    graphs.draws = {"b": frozenset([1])}
-    for name, renews in (("a", 0), ("b", 1), ("c", 0)):
+    graphs.draws = {"b": frozenset([1]), "d": frozenset([2])}
+    for names, renews in (("a", 0), ("b", 1), ("c", 0), ("de", 1), ("f", 0)):
         log.clear()
-        preparation.prepare(batch_of(name, signature=name))
+        preparation.prepare(batch_of(*names, signature=names))
         assert [entry for entry in log if entry[0] == "renew"] == [
             ("renew", 0),
             ("renew", 1),

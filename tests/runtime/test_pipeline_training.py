@@ -210,6 +210,23 @@ def test_new_weights_begin_new_versions_of_a_stream(name):
     torch.testing.assert_close(pipe.state_dict(), other.state_dict(), rtol=0, atol=0)
 
 
+def test_a_checkpoint_of_a_stream_has_what_its_weight_rule_keeps(tmp_path):
+    """Here velocities, by which later batches predict weights."""
+    options = {
+        "schedule": "pipedream",
+        "micro_batches": 1,
+        "weights": "pipemare",
+        "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    }
+    pipe, other = (threads(plain_layers(), [2, 1], **options) for _ in range(2))
+    list(pipe.train(map(data, range(4))))
+    pipe.save(tmp_path)
+    other.load(tmp_path)
+    assert [float(loss) for loss in pipe.train(map(data, range(4, 9)))] == [
+        float(loss) for loss in other.train(map(data, range(4, 9)))
+    ]
+
+
 def test_names_that_a_state_lacks_or_has_in_excess_are_returned_or_refused():
     """As `torch.nn.Module.load_state_dict` does."""
     pipe = threads(plain_layers(), [2, 1])

@@ -228,6 +228,14 @@ def test_a_later_pipeline_takes_the_place_of_earlier_ones(stale):
     assert not guard.stale
 
 
+def test_stale_layers_are_known_by_their_names():
+    """A later chain over the same model may divide it into other layers."""
+    modules = [nn.Linear(2, 2) for _ in range(3)]
+    root = nn.ModuleList(modules)
+    Guard(0, 2, {0: "layer2", 1: "elsewhere"}, stale=True).watch([root], [], copies=False)
+    assert stale_layers(Chain(modules, [root])) == {2}
+
+
 @pytest.mark.parametrize("whole", [0, 1])
 def test_a_traced_model_is_guarded_as_a_whole(whole):
     """Its layers are cut out of it; copies of the stale model are stale, too."""
