@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from penstock.runtime.comparison import numeric_settings as module
 from penstock.runtime.comparison.numeric_settings import numeric_settings
 
 CUDA = torch.device("cuda:0")
@@ -38,6 +41,29 @@ def test_tf32_is_described_for_products_and_for_convolutions(precision, word):
     assert "TF32 in convolutions off" in words
     torch.backends.cudnn.conv.fp32_precision = precision
     assert f"TF32 in convolutions {word}" in numeric_settings(CUDA)
+
+
+@pytest.mark.parametrize(
+    ("conv", "cudnn", "general", "word"),
+    [
+        ("ieee", "tf32", "tf32", "off"),
+        ("none", "ieee", "tf32", "off"),
+        ("none", "tf32", "ieee", "on"),
+        ("none", "none", "tf32", "on"),
+        ("none", "none", "none", "off"),
+    ],
+)
+def test_the_most_special_setting_that_is_made_counts(conv, cudnn, general, word, monkeypatch):
+    """Those of an operation stand over those of a library, and these over the general one."""
+    backends = SimpleNamespace(
+        cuda=SimpleNamespace(matmul=SimpleNamespace(fp32_precision="ieee")),
+        cudnn=SimpleNamespace(conv=SimpleNamespace(fp32_precision=conv), fp32_precision=cudnn),
+        fp32_precision=general,
+    )
+    fake = SimpleNamespace(backends=backends, are_deterministic_algorithms_enabled=bool)
+    monkeypatch.setattr(module, "torch", fake)
+    assert f"TF32 in convolutions {word}" in numeric_settings(CUDA)
+    assert "TF32 in matrix products off" in numeric_settings(CUDA)
 
 
 @pytest.mark.usefixtures("settings")

@@ -258,6 +258,7 @@ def test_tied_weights_are_no_buffers():
     comparison = of(tied, nn.Tanh(), layer)
     assert comparison.buffers == {}
     assert "1.weight" in comparison.gradients
+    assert not {"3.weight", "buffer 3.weight"} & comparison.scale.keys(), "one name is enough"
     assert comparison.relative < 1e-5
 
 
