@@ -284,6 +284,21 @@ def test_every_rank_has_the_memory_that_the_plan_predicts_for_it():
     assert predictions == [10, 20]
 
 
+def test_groups_of_shared_layers_are_closed_with_the_ranks():
+    """A rank that stops the run would else leave others in their collective operations."""
+    plain = assembly_of()
+    watched = []
+    parallelism = SimpleNamespace(
+        apply=lambda index, modules: (index, len(modules)), watch_groups=watched.append
+    )
+    training = Training(nn.functional.mse_loss, None, 0, parallelism=parallelism)
+    assembly = assemble(plain.traced, plain.setting, plain.world, training)
+    assert watched == [plain.world]
+    assert assembly.parallelism is parallelism
+    for interpreter in assembly.interpreters.values():
+        assert interpreter.parallel == {0: (0, 1), 1: (1, 1)}
+
+
 @pytest.mark.parametrize("hook", ["none", "powersgd"])
 @pytest.mark.parametrize("ranks", [(0, 1), (1,)])
 @pytest.mark.parametrize("collectives", [False, True])
