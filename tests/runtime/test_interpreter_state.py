@@ -14,6 +14,7 @@ from torch import nn
 
 import penstock as ps
 from penstock.errors import StageFailed
+from penstock.runtime.interpreter import Interpreter
 
 
 class FailsOnNegative(nn.Module):
@@ -73,7 +74,8 @@ def test_peak_memory_has_the_states_of_all_optimizers_of_a_weight_rule(replicate
 def test_peak_memory_is_the_sum_of_all_that_a_rank_holds():
     """A tensor of two stages counts once, the newest of a rule's versions are the parameters."""
     ranks = Ranks("0F0 1F0 1B0 0B0")
-    interpreter, log = ranks.interpreters[0], ranks.logs[0]
+    interpreter: Interpreter = ranks.interpreters[0]
+    log = ranks.logs[0]
     tied, weight, other, buffer = (nn.Parameter(torch.zeros(size)) for size in (3, 5, 7, 11))
     optimizer = SimpleNamespace(state={weight: {"step": 1, "momentum_buffer": torch.ones(5)}})
     for index, tensors, trained, borrowed in (
@@ -106,7 +108,7 @@ def test_peak_memory_is_the_sum_of_all_that_a_rank_holds():
 def test_of_shared_layers_only_the_parts_of_this_process_count_as_memory():
     """Weights and gradients; the whole layers are on no process."""
     ranks = Ranks("0F0 0B0")
-    interpreter = ranks.interpreters[0]
+    interpreter: Interpreter = ranks.interpreters[0]
     stage = interpreter.stages[0]
     part = SimpleNamespace(elem=torch.zeros(3), nbytes=4 * 12)
     stage.tensors = lambda: [part]
