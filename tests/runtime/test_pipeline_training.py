@@ -144,6 +144,23 @@ def test_evaluation_is_that_of_the_model_and_leaves_everything_alone():
     assert (pipe.step, pipe._accumulated) == (1, 1)
 
 
+def test_an_evaluation_that_fails_leaves_everything_alone():
+    """All layers are in training mode again, and waiting gradients and their number stay."""
+    trap = Trap(at=2)
+    model = nn.Sequential(*network(), trap)
+    pipe = threads(model, [3, 3], accumulate=2)
+    pipe.train_batch(*data(0))
+    gradients = [parameter.grad.clone() for parameter in pipe.parameters()]
+    state = pipe.state_dict()
+    with pytest.raises(RunError, match="a planted failure"):
+        pipe.eval_batch(*data(1))
+    assert all(layer.training for layer in model)
+    assert (pipe.step, pipe._accumulated) == (1, 1)
+    torch.testing.assert_close(pipe.state_dict(), state, rtol=0, atol=0)
+    for parameter, gradient in zip(pipe.parameters(), gradients, strict=True):
+        assert torch.equal(parameter.grad, gradient)
+
+
 def test_calls_that_cannot_be_answered_are_refused():
     """With what is missing."""
     pipe = threads(plain_layers(), [2, 1], optimizer=None)
