@@ -238,6 +238,10 @@ def test_a_buffer_that_begins_to_move_later_is_refused(move):
     class Late(Centred):
         moves = False
 
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("fixed", torch.ones(4))
+
         def forward(self, x):
             if self.moves:
                 move(self)
@@ -247,32 +251,50 @@ def test_a_buffer_that_begins_to_move_later_is_refused(move):
     pipe = pipeline(model_of(late))
     pipe.train_batch(*data())
     Late.moves = True
-    with pytest.raises(RunError, match=r"buffer 1\.centre is changed by the forward, which it was"):
+    text = r"buffer 1\.centre is changed by the forward, which it was"
+    with pytest.raises(RunError, match=text) as caught:
         pipe.train_batch(*data())
+    assert "1.fixed" not in str(caught.value)
 
 
-def test_a_loss_that_moves_a_buffer_is_refused_in_copies():
-    """A buffer of the loss is state that forwards change, too."""
+class CountingLoss(nn.Module):
+    """A loss that counts samples in a buffer, in place or in a new tensor."""
 
-    class CountingLoss(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("samples", torch.zeros(()))
+    def __init__(self, in_place):
+        super().__init__()
+        self.in_place = in_place
+        self.register_buffer("samples", torch.zeros(()))
 
-        def forward(self, output, target):
+    def forward(self, output, target):
+        if self.in_place:
             self.samples += len(output)
-            return ((output - target) ** 2).mean()
+        else:
+            self.samples = self.samples + len(output)
+        return ((output - target) ** 2).mean()
 
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_loss_that_moves_a_buffer_is_refused_in_copies(in_place):
+    """A buffer of the loss is state that forwards change, too. An evaluation trains nothing."""
     model = model_of(nn.Tanh())
     pipe = ps.Pipeline(
         model,
-        loss=CountingLoss(),
+        loss=CountingLoss(in_place),
         balance=[2, 2],
         schedule="chimera",
         micro_batches=4,
         executor="threads",
     )
+    assert pipe.eval_batch(*data()).isfinite()
     with pytest.raises(RunError, match=r"a buffer of the loss \(CountingLoss\) is changed"):
+        pipe.train_batch(*data())
+
+
+def test_layers_that_move_state_may_be_evaluated_in_copies():
+    """Nothing is trained by it; a batch of training is refused afterwards."""
+    pipe = pipeline(model_of(Centred()))
+    assert pipe.eval_batch(*data()).isfinite()
+    with pytest.raises(RunError, match=r"buffer 1\.centre is changed by a forward and read"):
         pipe.train_batch(*data())
 
 

@@ -140,7 +140,7 @@ def test_a_hook_is_refused_where_micro_batches_are_cut_into_slices():
         pipeline(model, sliced)
 
 
-@pytest.mark.parametrize("place", [0, 2])
+@pytest.mark.parametrize("place", [0, 2, 3])
 def test_only_layers_of_stages_with_copies_are_refused(place):
     """The message names the stage and its ranks; a stage on one rank may have such layers."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 2))
@@ -151,6 +151,17 @@ def test_only_layers_of_stages_with_copies_are_refused(place):
         return
     with pytest.raises(SettingError, match=r"stage 1 \(ranks 1, 2\): .*weight has a gradient hook"):
         pipeline(model, schedule)
+
+
+def test_all_reasons_against_a_layer_are_listed():
+    """Else a user would find the second one after removing the first."""
+    layer = nn.Linear(4, 4)
+    for parameter in layer.parameters():
+        parameter.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3))
+    with pytest.raises(SettingError) as caught:
+        pipeline(model_of(layer))
+    for name in ("weight", "bias"):
+        assert f"{name} has a gradient hook (register_hook)" in str(caught.value)
 
 
 def test_all_reasons_against_a_weight_of_two_stages_are_listed():
