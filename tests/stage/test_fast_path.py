@@ -356,3 +356,44 @@ def test_an_input_that_no_output_depends_on_gets_no_gradient(split):
         assert returned.leaves == (None,)
         assert stage.activation_meter.now == 0
     assert stage._fast_path.bytes_by_form
+
+
+@pytest.mark.parametrize("wants_grad", [False, True])
+def test_an_arrived_input_is_a_leaf_if_its_sender_wants_a_gradient(wants_grad):
+    """Without trained layers before, the stage before has nothing to do with one."""
+    module = nn.Linear(4, 4)
+    layers = StageLayers([StageLayer(0, "0", module)], CPU, 0)
+    stage = Stage(1, layers, Update.make(list(module.parameters()), None))
+    x = torch.ones(3, 4)
+    for step in range(4):
+        batch = make_batch(x, x, 1, step=step, training=True)
+        stage.forward(batch, 0, Payload("", (x.clone(),), (wants_grad,)))
+        returned = stage.backward(batch, 0, Payload.flat([torch.ones(3, 4)]))
+        assert len(returned.leaves) == wants_grad
+    assert stage._fast_path.bytes_by_form
+
+
+@pytest.mark.parametrize("calls", [0, -4])
+def test_a_loss_has_its_weight_and_side_losses_the_share_where_they_begin(calls):
+    """In the first forward, or in one of the fast path; micro-batches have unequal weights."""
+    torch.manual_seed(0)
+    module = LateSides()
+    module.calls = calls
+    layers = StageLayers([StageLayer(0, "0", module)], CPU, 0)
+    update = Update.make(list(module.parameters()), None)
+    stage = Stage(0, layers, update, loss=nn.functional.mse_loss)
+    weights, plain = [0.25, 2.0], copy.deepcopy(module)
+    x, y = torch.randn(6, 4), torch.randn(6, 4)
+    for step in range(4):
+        batch = make_batch(x, y, 2, step=step, training=True)
+        batch.loss_weights = weights
+        for number in batch.numbers:
+            stage.forward(batch, number, None)
+        for number in batch.numbers:
+            stage.backward(batch, number, None)
+        for weight, part, target in zip(weights, x.chunk(2), y.chunk(2), strict=True):
+            with collecting_side_losses() as sides:
+                loss = nn.functional.mse_loss(plain(part), target)
+            (weight * loss + sum(sides) / 2).backward()
+        for parameter, expected in zip(module.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(parameter.grad, expected.grad)
