@@ -183,6 +183,29 @@ def test_mixed_precision_of_the_recompute_is_that_of_the_forward(mixed, inside):
     assert all(torch.equal(a, b) for a, b in zip(*dtypes, strict=True))
 
 
+class Squared(nn.Module):
+    """A layer that takes a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 4))
+
+    def forward(self, factor: float) -> Tensor:
+        """Return a multiple of the square of the weight."""
+        return (self.weight @ self.weight).sin() * factor
+
+
+@pytest.mark.parametrize("recomputed", [set(), {0}])
+def test_mixed_precision_is_repeated_where_no_tensor_arrives(recomputed):
+    """A layer may compute with its weights alone."""
+    layer = Layer(0, Squared())
+    with torch.autocast("cpu", torch.bfloat16):
+        out = run([layer], 2.0, recomputed, unseeded)
+    out.float().sum().backward()
+    expected = 2 * 8 * torch.full((4, 4), 4.0).bfloat16().cos()
+    torch.testing.assert_close(layer.module.weight.grad, expected.float(), rtol=0.02, atol=0)
+
+
 def test_without_gradients_layers_run_once_and_keep_nothing():
     """Evaluation has no overhead."""
     layers = layers_of(["conv", "tanh"])

@@ -318,6 +318,7 @@ def test_of_several_outputs_those_without_a_gradient_have_no_part():
     weight_grad(pending)
     assert (grads[0].item(), weight.grad.item()) == (40.0, 120.0)
     assert input_grad([], [], [x]) == ([None], PendingWeights())
+    assert input_grad([torch.stack([x * weight])], [None], [x]) == ([None], PendingWeights())
 
 
 def test_inputs_that_reach_no_output_have_no_gradient():

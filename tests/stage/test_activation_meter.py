@@ -96,8 +96,8 @@ def test_an_optimizers_tensors_count_and_its_numbers_do_not():
     optimizer = SimpleNamespace(
         state={
             "a": {"step": 3, "momentum": torch.ones(5), "average": torch.ones(2).double()},
-            "b": {"momentum": torch.ones(7)},
+            "b": {"momentum": torch.ones(7), "step": torch.tensor(3.0)},
         }
     )
-    assert optimizer_bytes(optimizer) == 4 * 5 + 8 * 2 + 4 * 7
+    assert optimizer_bytes(optimizer) == 4 * 5 + 8 * 2 + 4 * 7 + 4
     assert optimizer_bytes(SimpleNamespace(state={})) == 0

@@ -75,3 +75,16 @@ def test_a_gradient_that_is_not_in_host_memory_stays_there():
     total = GradientProbe(parameter_with(torch.ones(3, device="meta"))).total()
     assert isinstance(total, Tensor)
     assert total.is_meta
+
+
+class Wrapped(Tensor):
+    """A tensor of another class, whose elements NumPy does not see."""
+
+    def numpy(self):
+        """Refuse."""
+        raise RuntimeError("not in host memory")
+
+
+def test_a_gradient_of_another_class_is_summed_by_its_own_operations():
+    """Such as one that processes share."""
+    assert GradientProbe(parameter_with(torch.ones(3).as_subclass(Wrapped))).total() == 3.0

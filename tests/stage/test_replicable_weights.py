@@ -12,6 +12,8 @@ from torch.nn import functional
 
 import penstock as ps
 from penstock.errors import RunError, SettingError
+from penstock.stage.replica_check import HookedStage, ReplicatedStage, stage_class
+from penstock.stage.stage import Stage, StageLayer
 
 
 def clipped():
@@ -278,3 +280,16 @@ def test_traced_batch_norm_may_have_copies_and_traced_spectral_norm_not():
     pipe = pipeline(chain, balance=[2, len(chain) - 2])
     with pytest.raises(RunError, match="is changed by a forward and read by the next"):
         pipe.train_batch(x, y)
+
+
+def test_a_stage_has_the_checks_that_its_copies_and_hooks_need():
+    """Others run as fast as a stage without checks; other stages may have copies."""
+    schedule = ps.schedule("1f1b", 2, 4, replicas=[1, 2])
+    plain = [StageLayer(0, "0", nn.Linear(4, 4))]
+    assert stage_class(plain, schedule, 0) is Stage
+    assert stage_class([*plain, StageLayer(1, "1", clipped())], schedule, 0) is Stage
+    assert stage_class([*plain, StageLayer(1, "1", clipped_afterwards())], schedule, 0) is (
+        HookedStage
+    )
+    replicated = stage_class(plain, schedule, 1)
+    assert (replicated.func, replicated.args) == (ReplicatedStage, ("1f1b",))
