@@ -238,19 +238,29 @@ def test_segments_begin_at_gaps_and_where_they_are_told_to():
 
 
 @pytest.mark.parametrize("behind", [False, True])
-def test_an_op_that_fills_a_tensor_after_saving_it_is_not_interrupted(behind):
-    """The noise of rrelu: with half of it the gradients would be wrong."""
-    module = nn.RReLU()
-    modules = [module, nn.Identity()] if behind else [module]
+@pytest.mark.parametrize("count_before", [0, 12])
+def test_an_op_that_fills_a_tensor_after_saving_it_is_not_interrupted(behind, count_before):
+    """The noise of rrelu: with half of it the gradients would be wrong. Nor is it compared before
+    it is complete, wherever it is among the saved tensors.
+    """
+    module = nn.Sequential(*[nn.Identity() if n % 2 else Exp() for n in range(count_before)])
+    modules = [module, nn.RReLU(), *[nn.Identity()] * behind]
     layers = [Layer(index, part) for index, part in enumerate(modules)]
     grads = []
     for recomputed in (set(), set(range(len(layers)))):
-        x = -torch.ones(50, requires_grad=True)
-        leaf = x.detach().requires_grad_()
+        leaf = torch.full((50,), -1.0, requires_grad=True)
         run(layers, leaf, recomputed, seeded).sum().backward()
         grads.append(leaf.grad)
     assert torch.equal(*grads)
     assert len(set(grads[0].tolist())) > 40
+
+
+class Exp(nn.Module):
+    """A layer that saves two tensors, and whose output is negative."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return minus the exponential of the hyperbolic tangent."""
+        return -x.tanh().exp()
 
 
 def test_second_forwards_see_and_leave_attributes_as_the_first_ones_did():

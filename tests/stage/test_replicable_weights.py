@@ -11,9 +11,13 @@ from torch import nn
 from torch.nn import functional
 
 import penstock as ps
+from penstock.batches.batch import make_batch
 from penstock.errors import RunError, SettingError
+from penstock.optim.update import Update
+from penstock.schedule.slicing import Slicing
 from penstock.stage.replica_check import HookedStage, ReplicatedStage, stage_class
 from penstock.stage.stage import Stage, StageLayer
+from penstock.stage.stage_layers import StageLayers
 
 
 def clipped():
@@ -293,3 +297,31 @@ def test_a_stage_has_the_checks_that_its_copies_and_hooks_need():
     )
     replicated = stage_class(plain, schedule, 1)
     assert (replicated.func, replicated.args) == (ReplicatedStage, ("1f1b",))
+
+
+class Passing(nn.Module):
+    """A layer that counts its forwards in a buffer, and passes on the count between slices alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward_slice(self, value, past):
+        """Count, and pass on the count."""
+        self.count += 1
+        return self.inner(value), self.count * 1
+
+
+def test_state_that_is_read_for_the_next_slice_alone_is_refused_in_copies():
+    """The next slice would compute with the count of its own copy."""
+    layers = [StageLayer(0, "0", Passing())]
+    schedule = ps.schedule("1f1b", 2, 4, replicas=[1, 2])
+    parameters = list(layers[0].module.parameters())
+    runner = StageLayers(layers, torch.device("cpu"), 0)
+    stage = stage_class(layers, schedule, 1)(1, runner, Update.make(parameters, None))
+    x = torch.randn(2, 8, 4)
+    slicing = Slicing("tokens", ((0.5, 0.5),) * 2)
+    batch = make_batch(x, x, 2, step=0, training=True, slicing=slicing)
+    with pytest.raises(SettingError, match=r"buffer 0\.count is changed by a forward and read by"):
+        stage.forward(batch, 0, None)

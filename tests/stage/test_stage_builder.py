@@ -311,6 +311,7 @@ def test_a_stage_with_copies_checks_what_it_reads():
     builder = builder_of([nn.Linear(3, 3), nn.Linear(3, 3)], [1, 1], schedule)
     stages, _ = builder.build_stages(0, ActivationMeter())
     assert [type(stages[index]) for index in range(2)] == [ReplicatedStage, Stage]
+    assert [stages[index].update.place for index in range(2)] == ["stage 0", "stage 1"]
 
 
 class Nested(nn.Module):

@@ -338,3 +338,27 @@ def test_all_modules_are_evaluated_and_then_have_their_own_modes_again(fails):
     except KeyError:
         assert fails
     assert [module.training for module in stage_layers.modules()] == modes
+
+
+@pytest.mark.parametrize(
+    ("recomputed", "starts", "order"),
+    [
+        ({3, 4}, set(), "ab"),
+        ({3, 4}, {4}, "ba"),
+        ({3, 4, 5}, {5}, "cab"),
+        ({3, 4, 5}, {3, 4, 5}, "cba"),
+    ],
+)
+def test_recomputed_neighbours_run_again_in_the_segments_that_are_given(recomputed, starts, order):
+    """A segment runs again as a whole, the last one first."""
+    calls = []
+    modules = [nn.Sequential(nn.Tanh(), nn.Tanh()) for _ in range(3)]
+    for name, module in zip("abc", modules, strict=True):
+        module.register_forward_pre_hook(lambda *_, name=name: calls.append(name))
+    options = {"recomputed": frozenset(recomputed), "segment_starts": frozenset(starts)}
+    x = torch.ones(2, requires_grad=True)
+    output = layers_of(*modules, **options).run(batch_of(), 0, x, SliceState())
+    assert calls == ["a", "b", "c"]
+    calls.clear()
+    output.sum().backward()
+    assert "".join(calls) == order

@@ -243,7 +243,7 @@ class PowerSgd:
             # As in torch's hook: the first dimension counts as rows, all others as columns.
             rows = shape[0] if len(shape) > 1 else 1
             columns = shape.numel() // rows if rows else 0
-            if min(rows, columns) > rank and (rows + columns) * rank < rows * columns:
+            if (rows + columns) * rank < rows * columns:
                 matrices.append((first, rows, columns))
             else:
                 vectors.append((first, shape.numel()))
