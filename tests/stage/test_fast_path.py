@@ -397,3 +397,32 @@ def test_a_loss_has_its_weight_and_side_losses_the_share_where_they_begin(calls)
             (weight * loss + sum(sides) / 2).backward()
         for parameter, expected in zip(module.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(parameter.grad, expected.grad)
+
+
+class LateDetachedSides(LateSides):
+    """A layer whose output has no graph, and whose later side losses have one."""
+
+    def forward(self, x):
+        """Detach the output."""
+        return super().forward(x).detach()
+
+
+def test_a_side_loss_that_begins_beside_an_output_without_a_graph_is_trained():
+    """The next stage sends no gradient for the output; the first forwards build a graph, too."""
+    module = LateDetachedSides()
+    layers = StageLayers([StageLayer(0, "0", module)], CPU, 0)
+    stage = Stage(0, layers, Update.make(list(module.parameters()), None))
+    x = torch.randn(3, 4)
+    for step in range(4):
+        batch = make_batch(x, x, 1, step=step, training=True)
+        module.zero_grad()
+        output = stage.forward(batch, 0, None)
+        assert not any(output.wants_grad)
+        stage.backward(batch, 0, Payload.flat([]))
+        expected = [parameter.grad for parameter in module.parameters()]
+        if step < 2:
+            assert expected == [None, None]
+            continue
+        side = module.linear(x).square().mean()
+        expected = torch.autograd.grad(side, list(module.parameters()))
+        torch.testing.assert_close([p.grad for p in module.parameters()], list(expected))

@@ -316,6 +316,18 @@ def test_stages_of_a_rank_are_checked_apart():
         assert caught.value.stage == stage.index
 
 
+def test_a_reset_forgets_the_micro_batch_of_a_gradient_that_is_dropped():
+    """The next batch has micro-batches of the same numbers."""
+    layer = nn.Linear(2, 1, bias=False)
+    stage, check = stage_of(layer), check_of()
+    layer.weight.grad = torch.full((1, 2), NAN)
+    check.after_backward(stage, batch_with(), 0)
+    check.reset()
+    with pytest.raises(NonFinite, match="is not finite, from one of its micro-batches") as caught:
+        check.before_update(stage, "4U1")
+    assert caught.value.micro_batch is None
+
+
 def test_a_parameter_without_a_gradient_hides_no_other_one():
     """A branch of the layer may not have run."""
     layer = nn.Linear(2, 1)

@@ -100,6 +100,16 @@ def test_a_second_forward_has_the_state_of_the_first_and_leaves_the_newest(buffe
     assert not first.buffers
 
 
+def test_layers_of_torch_alone_have_no_state_and_are_recomputed_all_the_same():
+    """Hooks on them may ask whether they are."""
+    second_forwards = SecondForwards([nn.Tanh()], [], "stage 0, layer 0")
+    first = second_forwards.first()
+    assert not first.buffers
+    with second_forwards.seeing(first):
+        assert is_recomputing()
+    assert not is_recomputing()
+
+
 @pytest.mark.parametrize("deferring", [False, True])
 def test_a_comparison_is_read_later_where_the_host_must_not_wait(deferring):
     """Only of values: other shapes are known at once."""

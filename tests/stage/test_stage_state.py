@@ -244,3 +244,22 @@ def test_gradients_that_are_missing_are_zeros_of_the_dtype_of_their_parameter():
     grads = collect_grads(pipe._world, pipe._assembly.placed)
     assert list(grads) == ["0.weight", "0.bias", "1.weight", "1.bias"]
     assert {grad.dtype for grad in grads.values()} == {torch.float64}
+
+
+def test_a_tensor_that_later_stages_share_belongs_to_the_first_of_them():
+    """Not to the first stage of the model, which does not have it."""
+    layers = [nn.Linear(4, 4) for _ in range(3)]
+    layers[2].weight = layers[1].weight
+    pipe = ps.Pipeline(
+        layers,
+        loss=nn.functional.mse_loss,
+        balance=[1, 1, 1],
+        executor="threads",
+        device="cpu",
+    )
+    placed = pipe._assembly.placed
+    assert [set(owned_tensors(placed, stage)) for stage in placed.local] == [
+        {"0.weight", "0.bias"},
+        {"1.weight", "1.bias"},
+        {"2.bias"},
+    ]
