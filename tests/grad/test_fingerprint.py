@@ -218,6 +218,25 @@ def test_one_differing_tensor_of_several_is_enough():
         assert (text is not None, form, flag) == (True, None, True)
 
 
+def test_a_tensor_within_rounding_does_not_hide_a_later_one():
+    """Bits of the first differ, and it is no difference."""
+    tensor = tensor_of((4, 64), torch.float32)
+    rounded = tensor * (1 + 3e-7)
+    assert not torch.equal(tensor, rounded)
+    expected = fingerprint([tensor, tensor])
+    assert outcomes([rounded, tensor], expected) == (None, None, False)
+    text, form, flag = outcomes([rounded, 2 * tensor], expected)
+    assert (text is not None, form, flag) == (True, None, True)
+
+
+def test_a_conjugate_is_compared_by_its_values():
+    """Torch conjugates when the values are read."""
+    tensor = torch.tensor([1 + 2j, 3 - 1j])
+    expected = fingerprint([tensor.conj()])
+    assert outcomes([torch.tensor([1 - 2j, 3 + 1j])], expected) == (None, None, False)
+    assert outcomes([tensor], expected)[2] is True
+
+
 def test_autocast_does_not_coarsen_fingerprints():
     """The product would be computed in bfloat16."""
     tensor = tensor_of((2, 64), torch.float32)

@@ -132,11 +132,14 @@ def test_all_saved_tensors_are_compared_in_forwards_1_2_4_8_and_the_last_one_in_
 def test_second_forwards_are_not_compared_where_weights_may_change():
     """They may read newer weights; other shapes are refused all the same."""
     module = Scaled(2)
-    recomputing = Recomputing([Layer(2, module), Layer(3, nn.Tanh())], {2})
+    recomputing = Recomputing(
+        [Layer(1, module), Layer(2, module), Layer(3, nn.Tanh())], {1, 2}, {2}
+    )
     recomputing.allow_weight_changes()
     out = recomputing.run(torch.ones(4, requires_grad=True), unseeded)
     module.factor[0] = 2.0
     out.sum().backward()
+    module.factor[0] = 1.0
     out = recomputing.run(torch.ones(4, requires_grad=True), unseeded)
     module.factor[0] = torch.ones(2, 4)
     with pytest.raises(

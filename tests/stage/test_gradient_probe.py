@@ -88,3 +88,13 @@ class Wrapped(Tensor):
 def test_a_gradient_of_another_class_is_summed_by_its_own_operations():
     """Such as one that processes share."""
     assert GradientProbe(parameter_with(torch.ones(3).as_subclass(Wrapped))).total() == 3.0
+
+
+def test_a_gradient_of_another_form_takes_the_place_of_an_earlier_one():
+    """Its sum is read, and not that of the memory before."""
+    parameter = parameter_with(torch.ones(2, 3))
+    probe = GradientProbe(parameter)
+    assert probe.total() == 6.0
+    for grad in (torch.full((3, 2), 2.0).t(), torch.full((2, 3), 3.0), torch.full((3, 2), NAN).t()):
+        parameter.grad = grad
+        assert probe.total() == pytest.approx(float(grad.sum()), nan_ok=True)

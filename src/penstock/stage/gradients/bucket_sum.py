@@ -229,7 +229,6 @@ class BucketSum:
         self._prepare(parameters)
         for bucket in self._buckets[self._next_bucket :]:
             self._send(bucket)
-        self._next_bucket = len(self._buckets)
         has_grad = gradient_flags(self._parameters)
         stale = [bucket.is_stale() for bucket in self._buckets]
         self._flags = torch.cat([has_grad, torch.tensor(stale, dtype=torch.uint8)]).int()
