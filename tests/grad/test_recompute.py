@@ -224,7 +224,7 @@ def test_segments_begin_at_gaps_and_where_they_are_told_to():
         return value.exp()
 
     layers = [Layer(index, nn.Identity()) for index in range(3, 9)]
-    recomputing = Recomputing(layers, {0, 3, 4, 5, 7, 8, 12}, {1, 5, 8, 30})
+    recomputing = Recomputing(layers, [12, 8, 7, 5, 4, 3, 0], [30, 8, 5, 1])
     x = torch.full((2,), -3.0, requires_grad=True)
     out = recomputing.run(x, call)
     assert order == [3, 4, 5, 6, 7, 8]

@@ -57,6 +57,41 @@ def test_a_saved_tensor_that_is_changed_in_place_is_refused_as_in_torch():
             out.sum().backward()
 
 
+class Spoiling(torch.autograd.Function):
+    """A function whose backward changes in place what it has saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """Double."""
+        ctx.save_for_backward(x * 1)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        """Double the gradient."""
+        ctx.saved_tensors[0].mul_(2)
+        return grad * 2
+
+
+class Spoiled(nn.Module):
+    """A layer of that function."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Run it."""
+        return Spoiling.apply(x)
+
+
+@pytest.mark.parametrize("recomputed", [set(), {0}])
+def test_a_recomputed_tensor_that_a_backward_changes_is_refused_in_the_next_one(recomputed):
+    """As in torch; the first backward has run."""
+    x = torch.ones(3, requires_grad=True)
+    out = run([Layer(0, Spoiled())], x, recomputed, unseeded).sum()
+    out.backward(retain_graph=True)
+    assert x.grad is not None
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.backward()
+
+
 def test_an_input_that_a_later_layer_changes_is_refused():
     """A later layer changes the segment's input through an alias, which the second forward would
     read.

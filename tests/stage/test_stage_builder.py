@@ -305,6 +305,19 @@ def test_a_stage_has_what_setting_and_options_say(monkeypatch):
     assert [(layer.index, layer.name) for layer in stages[1].layers] == [(2, "2")]
 
 
+def test_layers_on_the_meta_device_have_the_weights_of_the_seed_on_every_rank():
+    """Whichever rank has a layer, and whatever else it has."""
+    with torch.device("meta"):
+        layers = [nn.Linear(3, 3), nn.Linear(3, 3)]
+    weights = []
+    for schedule, rank in ((TWO, 1), ("0F0 1F0 1B0 0B0 0U1 1U1", 0)):
+        stages, _ = builder_of(layers, [1, 1], schedule).build_stages(rank, ActivationMeter())
+        weights.append(stages[1].layers[0].module.weight)
+    assert not weights[0].is_meta
+    assert torch.equal(*weights)
+    assert weights[0].any()
+
+
 def test_a_stage_with_copies_checks_what_it_reads():
     """One that only one rank has does not."""
     schedule = "0F0 1F0 1F1 1B1 1B0 0B0 0U1 1U1\n0F1 0B1 0U1"

@@ -77,6 +77,26 @@ def test_second_rounds_begin_in_the_order_of_the_buckets_at_polls(monkeypatch):
     assert log == [["begin", "advance", "finish"]] * 3
 
 
+def test_second_rounds_begin_during_the_backward_too(monkeypatch):
+    """Whenever a gradient is there; the last backward then hides both rounds of early buckets."""
+    monkeypatch.setattr(bucket_sum, "BUCKET_BYTES", 1)
+    log, completed = [], {(0, 1)}
+    collectives = SimpleNamespace(is_completed=completed.__contains__, wait=lambda work: None)
+    buckets = BucketSum(
+        0, collectives, lambda layout: TwoRounds(layout, log), lambda _, call: call()
+    )
+    parameters = [weight(2), weight(3), weight(4)]
+    buckets.watch(parameters)
+    parameters[2].sum().backward()
+    assert log == [["begin", "advance"], [], []]
+    parameters[1].sum().backward()
+    completed.add((1, 1))
+    assert log == [["begin", "advance"], ["begin"], []]
+    parameters[0].sum().backward()
+    assert log == [["begin", "advance"], ["begin", "advance"], ["begin"]]
+    buckets.forget()
+
+
 def test_a_later_bucket_is_sent_in_its_turn_though_a_gradient_has_come_twice(monkeypatch):
     """The graph may reach a parameter several times."""
     monkeypatch.setattr(bucket_sum, "BUCKET_BYTES", 1)
