@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 import penstock as ps
-from penstock.errors import StageFailed
+from penstock.errors import RunError, StageFailed
 from penstock.schedule.slicing import Slicing
 from penstock.stage.slice_state import SliceState, SliceStates, tensors_of
 
@@ -217,6 +217,28 @@ def test_the_last_slices_state_is_not_stored():
     past = SliceState(keeps=False)
     past.run(0, "a", Keeps(lambda value, _: (value, value + 1)), torch.ones(2))
     assert past.outgoing == {}
+
+
+def test_constants_of_all_kinds_are_passed_on_and_other_objects_are_not():
+    """A copy of the stage gets them as they are; the message names the layer and the class."""
+    constants = {"mode": "causal", "flag": True, "none": None, "count": 3, "rate": 0.5}
+    state = SliceState()
+    layer = Keeps(lambda value, past: (value, constants))
+    assert state.run(4, "block", layer, torch.ones(2)).tolist() == [1.0, 1.0]
+    assert state.outgoing == {4: constants}
+    for value, name in ((2j, "complex"), (b"a", "bytes"), ({1}, "set")):
+        layer = Keeps(lambda value, past, state=value: (value, [state]))
+        with pytest.raises(RunError, match=rf"past of layer block \(Keeps\) has a {name} in it"):
+            state.run(4, "block", layer, torch.ones(2))
+
+
+def test_a_layer_gets_the_state_of_its_own_index():
+    """Two layers of a stage pass on one each."""
+    state = SliceState({4: 1.0, 7: 2.0})
+    layer = Keeps(lambda value, past: (value * past, past + 10))
+    assert [float(state.run(index, "a", layer, torch.ones(()))) for index in (7, 4)] == [2.0, 1.0]
+    assert state.outgoing == {7: 12.0, 4: 11.0}
+    assert state.incoming == {4: 1.0, 7: 2.0}
 
 
 def test_gradients_of_incoming_state_go_back_by_slice():

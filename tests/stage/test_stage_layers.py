@@ -362,3 +362,12 @@ def test_recomputed_neighbours_run_again_in_the_segments_that_are_given(recomput
     calls.clear()
     output.sum().backward()
     assert "".join(calls) == order
+
+
+def test_comparisons_of_recomputed_layers_are_read_with_the_other_checks_of_the_stage(monkeypatch):
+    """The host does not wait for each."""
+    calls = []
+    monkeypatch.setattr(stage_layers_module, "Recomputing", lambda *args: calls.append(args))
+    recomputed, starts = frozenset({3, 4}), frozenset({4})
+    stage_layers = layers_of(nn.Tanh(), nn.Tanh(), recomputed=recomputed, segment_starts=starts)
+    assert calls == [(stage_layers._parts, recomputed, starts, stage_layers.checks)]
