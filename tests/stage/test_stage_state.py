@@ -263,3 +263,41 @@ def test_a_tensor_that_later_stages_share_belongs_to_the_first_of_them():
         {"1.weight", "1.bias"},
         {"2.bias"},
     ]
+
+
+class Named(nn.Sequential):
+    """A model with a second name for the weight of a layer."""
+
+    def __init__(self):
+        super().__init__(nn.Linear(4, 4), nn.Linear(4, 4))
+        self.first = self[0].weight
+
+
+def test_names_that_a_container_gives_to_tensors_of_its_layers_are_in_the_state():
+    """As in torch's own; the state of the model is loaded and returned under all names."""
+    model = Named()
+    pipe = ps.Pipeline(
+        model, loss=nn.functional.mse_loss, balance=[1, 1], executor="threads", device="cpu"
+    )
+    state = pipe.state_dict()
+    assert set(state) == {"first", "0.weight", "0.bias", "1.weight", "1.bias"}
+    assert torch.equal(state["first"], state["0.weight"])
+    values = {name: tensor + 1 for name, tensor in state.items()}
+    result = pipe.load_state_dict(values)
+    assert (result.missing_keys, result.unexpected_keys) == ([], [])
+    assert torch.equal(model.first, values["first"])
+
+
+def test_a_state_with_other_names_is_described_in_both_directions():
+    """What it lacks and what it has too many."""
+    pipe = ps.Pipeline(
+        nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)),
+        loss=nn.functional.mse_loss,
+        balance=[1, 1],
+        executor="threads",
+        device="cpu",
+    )
+    state = pipe.state_dict()
+    state["2.bias"] = state.pop("1.bias")
+    with pytest.raises(SettingError, match=r"it has no '1\.bias'; the model has no '2\.bias'"):
+        pipe.load_state_dict(state)
