@@ -407,3 +407,22 @@ def test_weights_of_losses_are_counted_before_the_first_forward_if_possible():
     assert batch.loss_weights is None, "this stage has no loss"
     last.prepare(batch)
     assert batch.loss_weights == [1.0]
+
+
+@pytest.mark.parametrize("recompute", [Recompute.NEVER, Recompute.ALWAYS])
+def test_an_evaluation_measures_nothing_of_the_graphs_of_training(recompute):
+    """It saves nothing, and its micro-batches have the forms of those that are trained."""
+    held = []
+    for evaluates in (False, True):
+        stages, meter = make_stages([nn.Tanh(), nn.Linear(4, 4)], recompute=recompute)
+        x = torch.randn(6, 4)
+        for step in range(2 * evaluates):
+            batch = make_batch(x, x, 2, step=step, training=False)
+            for stage in stages:
+                stage.forward(batch, 0, None if stage is stages[0] else Payload.of(x[:3]))
+        for step in range(3):
+            train(stages, make_batch(x, x, 2, step=step, training=True), split=False, evicts=False)
+            held.append(meter.peak)
+            meter.begin()
+    assert held[:3] == held[3:]
+    assert min(held) > 0
