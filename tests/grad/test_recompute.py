@@ -196,14 +196,16 @@ class Squared(nn.Module):
         return (self.weight @ self.weight).sin() * factor
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("recomputed", [set(), {0}])
-def test_mixed_precision_is_repeated_where_no_tensor_arrives(recomputed):
+def test_mixed_precision_is_repeated_where_no_tensor_arrives(recomputed, dtype):
     """A layer may compute with its weights alone."""
     layer = Layer(0, Squared())
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast("cpu", dtype):
         out = run([layer], 2.0, recomputed, unseeded)
+    assert out.dtype is dtype
     out.float().sum().backward()
-    expected = 2 * 8 * torch.full((4, 4), 4.0).bfloat16().cos()
+    expected = 2 * 8 * torch.full((4, 4), 4.0).to(dtype).cos()
     torch.testing.assert_close(layer.module.weight.grad, expected.float(), rtol=0.02, atol=0)
 
 

@@ -198,9 +198,11 @@ def batch_of(*, cuts_tokens=False, training=True):
 @pytest.mark.parametrize("cuts_tokens", [False, True])
 @pytest.mark.parametrize("others", [(), (nn.Dropout(0.0),)])
 def test_layers_pass_on_state_only_where_sequences_are_cut(cuts_tokens, others):
-    """By their index and name in the chain, from the state of the slices before."""
+    """By their index and name in the chain, from the state of the slices before. From batch 3 on
+    some are not observed for random numbers.
+    """
     stage_layers = layers_of(nn.Identity(), Past(), *others)
-    for incoming in ({}, {4: torch.tensor(5.0)}):
+    for incoming in ({}, {4: torch.tensor(5.0)}, {}, {4: torch.tensor(5.0)}):
         state = SliceState(incoming)
         output = stage_layers.run(batch_of(cuts_tokens=cuts_tokens), 0, torch.ones(2), state)
         if not cuts_tokens:
@@ -268,6 +270,8 @@ def test_saved_tensors_are_offloaded_in_training_alone(monkeypatch, share):
     assert calls == [(addresses, share)]
     layers_of(layer).run(batch_of(), 0, torch.ones(2, 2), SliceState())
     assert len(calls) == 1
+    layers_of(nn.Linear(2, 2), offload=share).run(batch_of(), 0, torch.ones(2, 2), SliceState())
+    assert len(calls) == 2, "also where nothing but the layers runs"
 
 
 @pytest.mark.parametrize("recomputed", [frozenset(), frozenset({4})])
