@@ -98,6 +98,9 @@ def test_lists_and_tensors_are_neither_replaced_nor_compared():
     items, tensor = module.items, module.tensor
     module.items.append(1)
     module.mode = values = ["list"]
+    attributes.contents()
+    items = module.items = [0, 1]
+    tensor = module.tensor = torch.ones(1)
     with attributes.with_contents(contents):
         assert module.items is items
         assert module.tensor is tensor

@@ -276,6 +276,27 @@ def test_a_tensor_that_occurs_twice_in_the_input_is_one_tensor_again():
     torch.testing.assert_close(x.grad, (4 * torch.ones(3)).cos() * 24)
 
 
+class Picking(nn.Module):
+    """A layer that picks elements by indices, which no one restores."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.indices = [torch.tensor([0, 1])]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the exponentials of the elements."""
+        return x.gather(0, self.indices[0]).exp()
+
+
+def test_indices_that_differ_are_refused_although_the_values_are_equal():
+    """Gradients would go to other elements."""
+    module = Picking()
+    out = run([Layer(0, module)], torch.ones(4, requires_grad=True), {0}, unseeded)
+    module.indices[0] = torch.tensor([2, 3])
+    with pytest.raises(RunError, match="it computed other values"):
+        out.sum().backward()
+
+
 class FailingOnce(nn.Module):
     """A layer that fails in its second call."""
 

@@ -188,6 +188,16 @@ def test_one_memory_under_two_dtypes_is_moved_as_two_tensors():
     assert saved._get(numbers[1]).dtype == torch.int32
 
 
+def test_a_square_matrix_and_its_transpose_are_moved_as_two_tensors():
+    """They have one address and one shape."""
+    matrix = torch.arange(9.0).view(3, 3)
+    saved = Saved(frozenset())
+    numbers = [saved._put(view) for view in (matrix, matrix.t())]
+    saved.put_back(saved.take_out())
+    assert torch.equal(saved._get(numbers[0]), matrix)
+    assert torch.equal(saved._get(numbers[1]), matrix.t())
+
+
 def test_loaded_tensors_may_be_changed_and_that_is_noticed():
     """The versions that count from then on are those of the loaded tensors."""
     tensor = torch.ones(3)

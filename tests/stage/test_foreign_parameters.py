@@ -156,6 +156,14 @@ def test_losses_are_checked_once_for_each_training_batch_that_has_a_graph():
         assert not message_of(reach.check_loss, training(6), value, None)
 
 
+def test_a_loss_may_depend_on_leaves_that_are_no_parameters():
+    """Such as a tensor of the caller whose gradient is of interest."""
+    reach, _ = foreign()
+    leaf = torch.ones(2, requires_grad=True)
+    assert not message_of(reach.check_loss, training(), leaf.sum(), None)
+    assert not message_of(reach.check_output, "form", leaf * 2)
+
+
 def test_every_node_of_a_graph_is_visited_once():
     """The number of paths doubles with every layer that has a residual connection."""
     weight = nn.Parameter(torch.ones(1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -248,6 +249,17 @@ def test_sums_have_the_order_and_strides_of_their_parameters_and_memory_of_their
             assert parameter.grad is grad
         taken.append(sums)
     assert [float(total.max()) for total in taken[0]] == [1, 2, 0, 4]
+
+
+def test_sums_that_are_dropped_are_freed():
+    """An optimizer sets gradients to None; the bucket keeps no second reference."""
+    buckets, _, _ = alone()
+    parameter = weight(3)
+    parameter.grad = torch.ones(3)
+    _, sums = buckets.finish([parameter])
+    memory = weakref.ref(sums[0].untyped_storage())
+    del sums
+    assert memory() is None
 
 
 def test_buckets_are_sent_in_order_as_soon_as_their_gradients_are_there(monkeypatch):
