@@ -173,6 +173,7 @@ def test_numbers_of_values_shapes_dtypes_and_constants_come_before_values():
     words = "a tensor of shape (2, 3) and torch.float32"
     cases = [
         ([tensor], [tensor, 1], "1 values instead of 2"),
+        ([tensor, 1], [tensor], "2 values instead of 1"),
         (
             [tensor + 1, torch.ones(3, 2)],
             [tensor, tensor],

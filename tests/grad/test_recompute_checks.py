@@ -276,6 +276,17 @@ def test_a_tensor_that_occurs_twice_in_the_input_is_one_tensor_again():
     torch.testing.assert_close(x.grad, (4 * torch.ones(3)).cos() * 24)
 
 
+@pytest.mark.parametrize("wants_grad", [False, True])
+def test_a_restored_input_wants_a_gradient_if_the_first_one_did(wants_grad):
+    """A layer may do other things with it, and kernels save other tensors."""
+    flags = []
+    module = nn.Linear(3, 3)
+    module.register_forward_pre_hook(lambda _, inputs: flags.append(inputs[0].requires_grad))
+    x = torch.ones(2, 3, requires_grad=wants_grad)
+    run([Layer(0, module)], x, {0}, unseeded).sum().backward()
+    assert flags == [wants_grad] * 2
+
+
 class Picking(nn.Module):
     """A layer that picks elements by indices, which no one restores."""
 

@@ -202,6 +202,7 @@ def test_unknown_hooks_are_refused(hook):
         ("powersgd-1025", None),
         ("powersgd--1", None),
         ("powersgd-²", None),
+        ("powersgd-٣", None),
         ("none-1", None),
         ("bf16-", None),
     ],
