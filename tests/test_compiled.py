@@ -111,7 +111,7 @@ import hashlib
 import numpy as np
 from tests.synthesis.requests import problem_of
 from penstock.schedule.catalogue import schedule
-from penstock.search.planners.dapple_kernel import StepNumbers, extend
+from penstock.search.cut_search.dapple_kernel import StepNumbers, extend
 from penstock.simulate.costs import Costs
 from penstock.synthesis.anneal import AnnealSettings, anneal
 from penstock.synthesis.arrays import empty_encoding, make_workspace

@@ -15,7 +15,7 @@ from tests.study.grid_text import GRID
 
 from penstock.checkpoint.checkpoint_files import read_header, write_file
 from penstock.checkpoint.checkpoint_index import Checkpoint, read_index
-from penstock.cli.flags.options import named_values
+from penstock.cli.flags.flag_values import named_values
 from penstock.cluster.cluster import cluster
 from penstock.errors import FileError, PenstockError
 from penstock.explore.state import State, parse_state

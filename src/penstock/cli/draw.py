@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from penstock.cli.draw_files import refuse_to_replace_plan, timelines_of_file
-from penstock.cli.flags import options
+from penstock.cli.flags import flag_values, options
 from penstock.cli.flags.options import (
     Batches,
     Boundary,
@@ -154,7 +154,7 @@ def draw(
         target = _output(files)
         if target is not None:
             refuse_to_replace_plan(target)
-        parsed = options.parse_costs(costs, "duplex")
+        parsed = flag_values.parse_costs(costs, "duplex")
         name = options.schedule_name_for_weights(schedule, csv, weights)
         first = options.resolve_schedule(name, stages, micro_batches, csv, option, parsed)
         timelines = _schedule_timelines(first, parsed, against or [], weights, batches, recompute)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.cli.flags import options
+from penstock.cli.flags import flag_values, options
 from penstock.cli.flags.model_flags import ModelFlags, with_model_flags
 from penstock.cli.flags.options import (
     Json,
@@ -139,7 +139,7 @@ def plan(
         "recompute": recompute,
         "asynchronous": asynchronous,
         "weights": weights,
-        "weights_options": options.named_numbers("weights-option", weights_option),
+        "weights_options": flag_values.named_numbers("weights-option", weights_option),
         "budget_s": budget,
         "time_limit_s": time_limit,
         "tensor_parallel": tensor_parallel,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.cli.flags import options
+from penstock.cli.flags import flag_values, options
 from penstock.cli.flags.options import (
     Batches,
     Boundary,
@@ -152,7 +152,7 @@ def simulate(
         "kept_bytes": kept_bytes,
         "again_bytes": again_bytes,
     }
-    costs = options.parse_costs(options.with_current_flags(flags, old_flags, _RENAMED), links)
+    costs = flag_values.parse_costs(options.with_current_flags(flags, old_flags, _RENAMED), links)
     name = options.schedule_name_for_weights(schedule, csv, weights)
     whole = options.resolve_schedule(name, stages, micro_batches, csv, option, costs)
     if csv is not None:  # schedules of the catalogue are sound by construction

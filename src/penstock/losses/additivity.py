@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from penstock.errors import SettingError
+from penstock.losses.call import NotOneNumber
 from penstock.losses.messages import WAYS_OUT, nonlinear_in_samples, not_additive
 from penstock.losses.probe import Draws, Reading, ReturnsCount, Weighting, consistent
 from penstock.losses.terms import UnknownForm
@@ -68,7 +69,7 @@ class AdditivityTest:
             if has_counts:
                 weights["counts"] = _divisor_weights(view)
             readings = view.readings(brief=brief)
-        except (ReturnsCount, SettingError):
+        except (ReturnsCount, NotOneNumber):
             raise
         except Draws:
             self._warn("draws random numbers, others for each part of a batch")

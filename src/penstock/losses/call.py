@@ -198,21 +198,25 @@ def on_device(loss: Any, device: torch.device) -> Any:
     return loss
 
 
+class NotOneNumber(SettingError):
+    """Raised when a loss is not a tensor of one number."""
+
+
 def one_number(loss: Any) -> Tensor:
     """Return a loss as a zero-dimensional tensor.
 
     Raises:
-        SettingError: it is not a tensor, or has several elements.
+        NotOneNumber: it is not a tensor, or has several elements.
     """
     if not isinstance(loss, Tensor):
         kind = type(loss).__name__
-        raise SettingError(
+        raise NotOneNumber(
             "the loss must be a tensor of one number, such as the mean over the samples it is "
             f"given; this one is {kind}, which has no gradient. Return the tensor itself, without "
             "float(), item() or numpy()"
         )
     if loss.numel() != 1:
-        raise SettingError(
+        raise NotOneNumber(
             "the loss must be one number, such as the mean over the samples it is given; this one "
             f"is {tuple(loss.shape)}"
         )

@@ -324,7 +324,7 @@ def _evaluate(loss: Loss, output: Any, target: Any) -> _Evaluation:
 
     Raises:
         ReturnsCount: the loss returns (sum, count).
-        SettingError: it returns neither that nor a tensor of one number.
+        NotOneNumber: it returns neither that nor a tensor of one number.
     """
     leaves: list[Tensor] = []
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from penstock.cli.flags.options import named_values
+from penstock.cli.flags.flag_values import named_values
 from penstock.option import options_of
 from penstock.training.config import TrainConfig
 

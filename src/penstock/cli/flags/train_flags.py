@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
 
-from penstock.cli.flags.options import named_numbers, named_values
+from penstock.cli.flags.flag_values import named_numbers, named_values
 from penstock.option import default_of, options_of
 from penstock.training.config import TrainConfig
 

@@ -204,7 +204,7 @@ class _Search:
         table of the state that they lead to, and returns the best of them; a shorter latency than
         all before becomes the cutoff.
         """
-        from penstock.search.planners.dapple_kernel import StepNumbers, extend
+        from penstock.search.cut_search.dapple_kernel import StepNumbers, extend
 
         # The new stage, and the rest as the last stage, complete a pipeline of this many.
         stages = len(prefix.stages) + 2
@@ -281,7 +281,7 @@ class _Search:
 
     def _move(self, place: Place, used: Place, number: int) -> _Move:
         """Return the move that places a stage, after which `used` devices are in use."""
-        from penstock.search.planners.dapple_kernel import StepNumbers
+        from penstock.search.cut_search.dapple_kernel import StepNumbers
 
         network, rest = self.task.network, self._rest(used)
         numbers = StepNumbers(

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.search.planners.dapple_latency import latency
 
 from penstock.schedule.catalogue import schedule
-from penstock.search.planners import dapple_kernel
+from penstock.search.cut_search import dapple_kernel
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import simulate_schedule
 
