@@ -151,6 +151,19 @@ def test_the_share_is_met_exactly_and_spread_evenly(monkeypatch, share, moved):
     assert not weight.grad.any()
 
 
+def test_a_tensor_that_changes_between_two_uses_is_moved_again():
+    """The second use needs the new values, whatever became of the first."""
+    x = torch.randn(200, 200, requires_grad=True)
+    with offloading(frozenset(), lambda tensor: True):
+        a = x * 2
+        dropped = (a * a).sum()
+        a.add_(1)
+        loss = (a * a).sum()
+    loss.backward()
+    torch.testing.assert_close(x.grad, 4 * (2 * x.detach() + 1))
+    assert dropped.requires_grad
+
+
 @pytest.fixture
 def moved(monkeypatch):
     """The tensors that are moved to host memory."""

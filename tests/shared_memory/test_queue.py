@@ -214,7 +214,7 @@ def test_a_description_without_memory_takes_no_number(ends, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(ends.writer, "append", fail)
-        for _ in range(50):
+        for _ in range(200):
             with pytest.raises(OutOfSharedMemory):
                 ends.writer.announce_layout(b"lost")
     assert ends.writer.announce_layout(b"first") == 0

@@ -44,22 +44,23 @@ def test_after_a_change_without_a_copy_the_next_run_has_one():
     changes.record(training=True, modified=True, copied=True)
 
 
+@pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("changes_input", [False, True])
-def test_a_run_records_whether_it_has_changed_an_input(changes_input):
+def test_a_run_records_whether_it_has_changed_an_input(changes_input, training):
     """By torch's version counters; the tensors of the sender stay as they are."""
     changes = InPlaceChanges()
-    assert not changes.known(training=True)
-    assert not changes.excluded(training=True)
+    assert not changes.known(training=training)
+    assert not changes.excluded(training=training)
     sent = [torch.ones(2), torch.ones(3)]
-    watch = changes.watch([Payload.of(sent[0]), Payload.of(sent[1])], training=True)
+    watch = changes.watch([Payload.of(sent[0]), Payload.of(sent[1])], training=training)
     if changes_input:
         watch.inputs[1].tensors[0].add_(1)
     watch.check()
     assert [float(tensor.sum()) for tensor in sent] == [2.0, 3.0]
-    assert changes.known(training=True)
-    assert not changes.known(training=False)
-    assert changes.excluded(training=True) is not changes_input
-    assert not changes.excluded(training=False)
+    assert changes.known(training=training)
+    assert not changes.known(training=not training)
+    assert changes.excluded(training=training) is not changes_input
+    assert not changes.excluded(training=not training)
 
 
 def test_a_change_without_a_copy_is_seen_at_the_check():

@@ -386,14 +386,15 @@ def test_layers_are_shared_before_their_tensors_are_listed():
         assert {id(weight) for weight in weights} <= optimized
 
 
-def test_a_weight_of_several_stages_must_not_be_divided(monkeypatch):
+@pytest.mark.parametrize("schedule", [TWO, "0F0 1F0 1B0 0B0 0U1 1U1"])
+def test_a_weight_of_several_stages_must_not_be_divided(monkeypatch, schedule):
     """Its gradients are summed between stages as wholes; the message says which it is."""
     layers = [nn.Linear(3, 3), nn.Linear(3, 3)]
     layers[1].weight = layers[0].weight
-    builder = builder_of(layers, [1, 1], TWO)
+    builder = builder_of(layers, [1, 1], schedule)
     monkeypatch.setattr(stage_builder, "is_sharded", lambda tensor: True)
     with pytest.raises(SettingError, match=r"^parallelize= divides 0\.weight, which several"):
-        builder.build_stages(1, ActivationMeter())
+        builder.build_stages(0, ActivationMeter())
 
 
 def test_modules_with_computed_tensors_are_copied():

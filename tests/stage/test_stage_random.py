@@ -227,6 +227,25 @@ def test_a_layer_that_was_seen_to_draw_is_seeded_although_its_code_draws_nothing
         dropout.p = 0.5
 
 
+@pytest.mark.parametrize(("kind", "seeds"), [(Drawing, seeded), (DrawingOnHost, host_number)])
+def test_draws_in_an_evaluation_leave_those_of_training_seeded(kind, seeds):
+    """What is observed in one mode adds to what is known, and takes nothing away."""
+    draws, (part,) = draws_of(Quiet())
+    drawing = torch.zeros(3).as_subclass(kind)
+
+    def run(step, value, *, training=True):
+        batch = batch_of(step, training=training, count=1)
+        draws.begin(batch)
+        with draws.running():
+            return draws.call(part, Place(batch, 0), part.module, value)
+
+    run(0, drawing)
+    run(0, drawing, training=False)
+    run(1, torch.zeros(3))
+    expected = torch.zeros(3) + seeds(kind.draw, 2, 0, 0)
+    assert torch.equal(run(2, drawing), expected)
+
+
 def test_layers_that_are_compiled_as_one_function_must_not_begin_to_draw():
     """They cannot be seeded one by one; the message names them."""
     whole = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.0))

@@ -325,7 +325,7 @@ class Interpreter:
         computing, self._computing = self._computing, False
         if self.parallel and isinstance(error, RuntimeError) and is_lost(error):
             # A collective operation in shared layers was lost: another process failed, not this op.
-            error, computing = TransportLost(str(error)), False
+            error = TransportLost(str(error))
             self._waits_for = "the processes that share its layers"
         if isinstance(error, (TransportTimeout, TransportLost)):
             peer = self._waits_for
