@@ -332,4 +332,5 @@ def test_contents_are_the_same_in_any_order_and_number():
     one = torch.tensor([[1, 2], [3, 3]])
     assert _same_contents(one, torch.tensor([3, 1, 3, 2]))
     assert not _same_contents(one, torch.tensor([3, 1, 2, 2]))
+    assert not _same_contents(one, torch.tensor([2, 2, 2, 3]))
     assert not _same_contents(one, torch.tensor([1, 2, 3]))

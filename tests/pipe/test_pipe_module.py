@@ -164,8 +164,16 @@ def test_activation_checkpointing_of_trainer_recomputes_all_micro_batches():
 def test_activation_checkpointing_that_a_pipe_has_not_is_refused(settings):
     """The message names the setting."""
     pipe = Pipe(nn.Sequential(nn.Linear(3, 4)), [1])
-    with pytest.raises(SettingError, match="a Pipe recomputes whole partitions"):
-        pipe.activation_checkpointing_enable(**settings)
+    old_names = {
+        name.replace("activation_", "gradient_"): value for name, value in settings.items()
+    }
+    for enable, arguments in (
+        (pipe.activation_checkpointing_enable, settings),
+        (pipe.gradient_checkpointing_enable, old_names),
+    ):
+        with pytest.raises(SettingError, match="a Pipe recomputes whole partitions"):
+            enable(**arguments)
+    assert pipe.checkpoint == "except_last"
 
 
 class Labelled(nn.Module):
@@ -292,6 +300,14 @@ def test_another_dtype_after_tracing_is_refused(convert):
     assert pipe(traced.X)["scores"].dtype == torch.float32
 
 
+def test_another_dtype_of_the_same_size_is_refused():
+    """Both halves have two bytes."""
+    model = nn.Linear(5, 3).bfloat16()
+    pipe = ps.Pipe(ps.chain(model, traced.X.bfloat16()), [1], devices=["cpu"])
+    with pytest.raises(SettingError, match=r"convert the model to torch\.float16"):
+        pipe.half()
+
+
 def test_a_pipe_without_state_lacks_the_attributes_of_a_model():
     """As `copy` and `pickle` make it: they ask for attributes before they set any."""
     empty = Pipe.__new__(Pipe)
@@ -372,5 +388,6 @@ def test_a_loss_from_labels_of_several_micro_batches_is_refused():
     model, pipe = make_labelled(2)
     with pytest.raises(SettingError, match=r"chunks=2.*compute_loss_func= of Trainer"):
         pipe(x=traced.X, labels=traced.Y, num_items_in_batch=torch.tensor(8))
-    output = pipe(x=traced.X, num_items_in_batch=torch.tensor(8))
-    torch.testing.assert_close(output, model(traced.X))
+    for no_labels in ({}, {"labels": None}):
+        output = pipe(x=traced.X, num_items_in_batch=torch.tensor(8), **no_labels)
+        torch.testing.assert_close(output, model(traced.X))

@@ -106,6 +106,15 @@ def test_a_failed_op_names_rank_stage_op_and_step_and_all_is_dropped():
     assert ranks.board.current[0][0] == "is at 1B0"
 
 
+def test_a_failed_update_names_its_op():
+    """An optimizer is code of the stage, as its layers are."""
+    interpreter, program, _ = interpreter_of("0F0 0B0 0U1")
+    interpreter.stages[0].update = SimpleNamespace(step=failing(Fails("no state")))
+    text = r"^rank 0 \(stage 0\) failed in 0U1 of step 4: Fails: no state"
+    with pytest.raises(StageFailed, match=text):
+        interpreter.play(program, batch(1, step=4))
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), NonFinite(0, 0, "0F0", 0, "NaN", 0)])
 def test_some_errors_of_an_op_are_raised_as_they_are(error):
     """An interrupt is no failure of the stage, and a NonFinite names its place itself."""
