@@ -118,7 +118,7 @@ class Failing(nn.Module):
 @pytest.mark.parametrize("threads", [False, True])
 @pytest.mark.parametrize("when", ["forward", "backward"])
 def test_the_error_of_a_layer_arrives_as_it_is_and_the_pipe_goes_on(when, threads):
-    """What was in `.grad` is there again."""
+    """What was in `.grad` is there again, and activations and messages of the batch are dropped."""
     layers = make_layers()
     layers.insert(3, Failing())
     plain, pipe = make_layers(), make_pipe(threads, layers, balance=[2, 3, 2, 2])
@@ -129,6 +129,10 @@ def test_the_error_of_a_layer_arrives_as_it_is_and_the_pipe_goes_on(when, thread
     with pytest.raises(Odd):
         pipe(x, y)
     torch.testing.assert_close(grads_of(pipe), grads_of(plain))
+    for interpreter in pipe._scheduled_run(pipe.loss)._interpreters:
+        assert interpreter.activation_meter.now == 0
+        assert not interpreter._values
+        assert not interpreter._arrivals
     layers[3].when = None
     pipe(x, y).backward()
     functional.mse_loss(plain(x), y).backward()
