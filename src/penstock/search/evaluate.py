@@ -108,7 +108,7 @@ def infeasible_error(
     lines = [
         f"nothing fits the memory of {request.cluster.name} at batch {request.batch}; nearest first"
     ]
-    lines += [_configuration_text(each.candidate) for each in nearest[:INFEASIBLE_ROWS]]
+    lines += [_configuration_text(entry.candidate) for entry in nearest[:INFEASIBLE_ROWS]]
     free = request.recompute == "auto" and request.stages is None and request.micro_batches is None
     advice = "Use more ranks, or ranks with more memory, or a smaller batch"
     if not free:
