@@ -144,6 +144,33 @@ def test_the_loss_inside_a_traced_model_is_that_of_the_undivided_batch(compute, 
     check(make_model(compute), make_model(compute), batch(), schedule)
 
 
+class ScoresFirst(nn.Module):
+    """The same model with its loss behind the scores."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids, labels):
+        """Run the model."""
+        output = self.model(ids, labels)
+        return {"scores": output["scores"], "loss": output["loss"]}
+
+
+def with_a_term(output, _):
+    """The model's loss and a term of the caller over the same values."""
+    return output["loss"] + 0.1 * output["scores"].mean()
+
+
+@pytest.mark.parametrize(
+    ("compute", "loss"), [(tokens_that_count, its_own), (squares, its_own), (squares, with_a_term)]
+)
+def test_the_loss_may_be_behind_other_outputs_and_have_terms_of_the_caller(compute, loss):
+    """Its place among the outputs says nothing about its divisor."""
+    model, plain = ScoresFirst(make_model(compute)), ScoresFirst(make_model(compute))
+    check(model, plain, batch(), "1f1b", loss)
+
+
 @pytest.mark.parametrize("compute", [contrastive, penalised])
 def test_a_loss_inside_a_traced_model_that_cannot_be_divided_is_refused(compute):
     """Its samples depend on each other, or its terms have different divisors."""
