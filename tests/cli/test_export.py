@@ -66,6 +66,16 @@ def test_export_says_where_it_cannot_write(penstock, tmp_path):
     assert "does not exist; create it first" in result.err
 
 
+@pytest.mark.parametrize("command", [("export", "--to"), ("draw",)])
+def test_a_schedule_that_is_given_as_a_file_is_refused_with_its_flag(penstock, tmp_path, command):
+    """Nothing else tells that the first word is a file."""
+    name, *to = command
+    result = penstock(name, "1f1b", "--stages", 4, "--micro-batches", 8, *to, tmp_path / "x.csv")
+    assert result.status == 2
+    assert f"1f1b is the name of a schedule: penstock {name} --schedule 1f1b" in result.err
+    assert not any(tmp_path.iterdir())
+
+
 def test_the_help_of_export_has_an_example(penstock):
     """The example is what people read."""
     result = penstock("export", "--help")

@@ -61,19 +61,24 @@ def test_methods_do_what_those_of_torchs_store_do(server):
         assert results[6:] == [b"three", True, False, b"three", True, False]
 
 
-@pytest.mark.parametrize(
-    ("method", "values"),
-    [("compare_set", ("flag", "", "two")), ("set", ("flag", "two")), ("get", ("flag",))],
-)
-def test_the_launcher_waits_for_a_request_in_progress(server, method, values):
-    """Its own calls could come between the comparison and the setting of a rank's."""
-    thread = threading.Thread(target=getattr(server, method), args=values)
+def check_waits_for_lock(server, call, *values):
+    """Check that a call ends only when the lock of the server is free."""
+    thread = threading.Thread(target=call, args=values)
     with server._lock:
         thread.start()
         thread.join(0.02)
         assert thread.is_alive()
     thread.join(HANG_S)
     assert not thread.is_alive()
+
+
+@pytest.mark.parametrize(
+    ("method", "values"),
+    [("compare_set", ("flag", "", "two")), ("set", ("flag", "two")), ("get", ("flag",))],
+)
+def test_the_launcher_waits_for_a_request_in_progress(server, method, values):
+    """Its own calls could come between the comparison and the setting of a rank's."""
+    check_waits_for_lock(server, getattr(server, method), *values)
 
 
 @pytest.mark.parametrize("method", ["add", "delete_key"])
@@ -81,13 +86,7 @@ def test_a_request_of_a_rank_waits_for_a_call_of_the_launcher(server, method):
     """It could come between the comparison and the setting of the launcher's."""
     store = UnixStore(server.path)
     values = ("count", 1) if method == "add" else ("count",)
-    thread = threading.Thread(target=getattr(store, method), args=values)
-    with server._lock:
-        thread.start()
-        thread.join(0.02)
-        assert thread.is_alive()
-    thread.join(HANG_S)
-    assert not thread.is_alive()
+    check_waits_for_lock(server, getattr(store, method), *values)
 
 
 def test_waiting_ends_at_the_timeout(server):

@@ -124,6 +124,7 @@ def draw(
     names_schedule = schedule is not None or csv is not None or weights is not None
     files = [path for path in (source, output, out) if path is not None]
     if source is not None and not names_schedule:
+        options.refuse_schedule_as_file(source, "draw")
         schedule_flags = {
             "stages": stages,
             "micro_batches": micro_batches,

@@ -78,20 +78,13 @@ def _check_is_plan(source: Path) -> None:
     """Check that a path is a file that may hold a plan.
 
     Raises:
-        SettingError: it is the name of a schedule, or a schedule's CSV file.
+        SettingError: it is a schedule's CSV file.
         FileError: there is no such file.
     """
-    from penstock.search.schedules import schedules
-
     if source.suffix == ".csv":
         raise SettingError(f"{source} is drawn as a schedule: penstock draw --csv {source}")
     if source.exists():
         return
-    if str(source) in schedules():
-        raise SettingError(
-            f"{source} is the name of a schedule: "
-            f"penstock draw --schedule {source} --stages 4 --micro-batches 8"
-        )
     raise FileError(
         f"{source} does not exist: name the file of a plan or the folder of a run to draw. "
         "To draw a schedule, add --schedule or --csv"

@@ -58,6 +58,7 @@ def export(
     Example: penstock export --schedule zb-v --stages 8 --micro-batches 8 --to schedule.csv
     """
     if plan is not None:
+        options.refuse_schedule_as_file(plan, "export")
         flags = (schedule, stages, micro_batches, csv, option)
         if communication or any(flag is not None for flag in flags):
             raise SettingError(

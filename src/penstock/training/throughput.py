@@ -22,8 +22,8 @@ _TICK = 1e-9
 #: Parts of the time in which a stream is full, to find a pause in one of them.
 _PARTS = 5
 
-#: Ratio of the mean to the median of the parts above which a pause is assumed. A machine that others
-#: use changes its speed by less.
+#: Ratio of the mean to the median of the parts above which a pause is assumed: one of the parts then
+#: takes 3.5 times as long as the others.
 _MUCH_LONGER = 1.5
 
 

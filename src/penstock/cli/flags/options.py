@@ -133,6 +133,23 @@ Recompute = Annotated[
 ]
 
 
+def refuse_schedule_as_file(path: Path, command: str) -> None:
+    """Refuse the name of a schedule where a command takes a file.
+
+    Args:
+        path: the file.
+        command: name of the command, for the message.
+
+    Raises:
+        SettingError: there is no such file, and a schedule has this name.
+    """
+    if not path.exists() and str(path) in complete_schedules():
+        raise SettingError(
+            f"{path} is the name of a schedule: "
+            f"penstock {command} --schedule {path} --stages 4 --micro-batches 8"
+        )
+
+
 def flag_of(name: str) -> str:
     """Return the flag of a parameter: `--micro-batches` for `micro_batches`."""
     return f"--{name.replace('_', '-')}"
