@@ -55,6 +55,19 @@ def test_a_page_that_cannot_be_written_is_one_message(penstock, plan_file, tmp_p
     assert "does not exist" in result.err
 
 
+@pytest.mark.parametrize("flag", ["--markdown", "--csv"])
+def test_nothing_is_written_if_one_of_the_folders_cannot_be(penstock, plan_file, tmp_path, flag):
+    """Else a page would stand there beside an error."""
+    folder = tmp_path / "missing" / "folder"
+    other = tmp_path / "other"
+    other_flag = {"--markdown": "--csv", "--csv": "--markdown"}[flag]
+    before = set(tmp_path.iterdir())
+    refused = penstock("report", plan_file, flag, folder, other_flag, other)
+    assert refused.status == 2
+    assert f"cannot create the folder {folder}" in refused.err
+    assert set(tmp_path.iterdir()) - before <= {other}
+
+
 def test_the_folder_of_a_study_is_left_to_its_command(penstock, tmp_path):
     """A study has reports of its own."""
     (tmp_path / "records.jsonl").write_text("")

@@ -81,6 +81,17 @@ def test_one_device_is_the_fastest_with_the_whole_batch_at_once_and_an_update(pr
     assert one_device_s(PlanRequest(profile, on(*MIXED.devices[::-1]), 8)) == pytest.approx(24)
 
 
+def test_speed_ups_count_the_update_as_the_simulation_does(profile_of):
+    """A fixed cost per call and a cost per byte, on one device and on all of data parallelism."""
+    plain = profile_of([1.0, 2.0])
+    costly = replace(plain, update_fixed_s=3.0, update_s_per_byte=0.25)
+    assert plain.parameter_bytes > 0
+    update_s = 3.0 + 0.25 * plain.parameter_bytes
+    for seconds in (one_device_s, data_parallel_s):
+        without_update_s = seconds(PlanRequest(plain, FOUR, 8))
+        assert seconds(PlanRequest(costly, FOUR, 8)) == pytest.approx(without_update_s + update_s)
+
+
 def test_data_parallelism_is_the_slowest_device_s_share_and_what_gradients_take(profile_of):
     """Of 4 ranks: 6 messages of a quarter of 2,000 bytes each."""
     assert data_parallel_s(PlanRequest(profile_of([1.0, 2.0]), FOUR, 8)) == pytest.approx(

@@ -38,13 +38,16 @@ def report(
 
     Example: penstock report runs/vgg11_bn-digits --markdown report --csv report
     """
-    from penstock.report.csv import write_csv
+    from penstock.report.csv import make_folder, write_csv
     from penstock.report.html import write_html
     from penstock.report.markdown import write_markdown
     from penstock.report.sources import move_sources
 
     content, default = _load(source)
     path = out or default
+    for folder in (markdown, csv):
+        if folder is not None:
+            make_folder(folder)  # so that nothing is written if one cannot be made
     write_html(move_sources(content, default.parent, path.parent), path)
     typer.echo(f"wrote {path}")
     if markdown is not None:

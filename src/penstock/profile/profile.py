@@ -291,6 +291,12 @@ class Profile(NotebookText):
             reference, reference_states = measured, 2.0
         return reference * (3 + 2 * states) / (3 + 2 * reference_states)
 
+    def update_seconds(self, parameter_bytes: float) -> float:
+        """Return the seconds of an optimizer step over `parameter_bytes` of weights; 0 if there are none."""
+        if not parameter_bytes:
+            return 0.0
+        return self.update_fixed_s + parameter_bytes * self.update_s_per_byte
+
     def step_seconds(self, samples: float) -> list[float]:
         """Return per layer the seconds of forward and backward for `samples` samples."""
         return [

@@ -216,7 +216,7 @@ def _step_s_range(request: PlanRequest, samples: float) -> tuple[float, float]:
     """
     parameter_bytes = request.profile.parameter_bytes
     seconds = [
-        sum(profile.step_seconds(samples)) + parameter_bytes * profile.update_s_per_byte
+        sum(profile.step_seconds(samples)) + profile.update_seconds(parameter_bytes)
         for profile in request.different_profiles(range(request.cluster.ranks))
     ]
     return min(seconds), max(seconds)

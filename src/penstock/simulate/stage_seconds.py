@@ -101,8 +101,5 @@ def update_seconds(profile: Profile, lengths: Sequence[int]) -> list[float]:
     seconds = []
     for part in parts_of(lengths):
         weight_bytes = sum(layer.parameter_bytes for layer in profile.layers[part])
-        if weight_bytes:
-            seconds.append(profile.update_fixed_s + weight_bytes * profile.update_s_per_byte)
-        else:
-            seconds.append(0.0)
+        seconds.append(profile.update_seconds(weight_bytes))
     return seconds

@@ -76,9 +76,8 @@ def step_seconds(request: PlanRequest, ranks: int, micro_batches: int) -> float:
     parts = -(-micro_batches // ranks)
     slowest = max(
         parts * sum(profile.step_seconds(request.batch / micro_batches))
-        + parameter_bytes
-        * (profile.update_s_per_byte + (parts - 1) * profile.accumulate_s_per_byte)
-        + (profile.update_fixed_s if parameter_bytes else 0.0)
+        + profile.update_seconds(parameter_bytes)
+        + (parts - 1) * parameter_bytes * profile.accumulate_s_per_byte
         for profile in request.different_profiles(range(ranks))
     )
     return slowest + ring_seconds(range(ranks), parameter_bytes, request.cluster)
