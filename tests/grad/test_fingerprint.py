@@ -115,6 +115,23 @@ def test_differences_within_the_rounding_of_a_dtype_do_not_count(dtype, limit):
         assert outcomes([leaf], Fingerprint(expected.forms, (shifted,)))[2] is differs
 
 
+@pytest.mark.parametrize("shape", [(3,), (2, 64)])
+@pytest.mark.parametrize("size", [2**17, 2**30])
+def test_integers_are_compared_exactly(shape, size):
+    """Gradients of a neighbour of a large index would go elsewhere; nothing rounds an index."""
+    tensor = torch.full(shape, size)
+    changed = tensor.clone()
+    changed[-1:] += 1
+    assert outcomes([tensor.clone()], fingerprint([tensor])) == (None, None, False)
+    text, form, differs = outcomes([changed], fingerprint([tensor]))
+    assert text.startswith("other values")
+    assert (form, differs) == (None, True)
+    mask = torch.ones(10**6, dtype=torch.bool).reshape(1, -1)
+    expected = fingerprint([mask])
+    mask[0, 7] = False
+    assert outcomes([mask], expected)[2] is True
+
+
 def _slow_weights(columns):
     """The weights of columns."""
     golden = (math.sqrt(5) - 1) / 2

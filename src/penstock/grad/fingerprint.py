@@ -24,8 +24,9 @@ _SCALAR_TYPES = (bool, int, float, complex, str, type(None))
 
 #: Largest difference due to rounding, relative to the sum of magnitudes in a row.
 _TOLERANCES = {torch.float64: 1e-9, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-#: The same for all other dtypes, above all float32.
-_TOLERANCE = 2e-5
+#: The same for other dtypes: float32 and complex ones; and integers, whose weighted sums alone are
+#: rounded.
+_TOLERANCE, _INTEGER_TOLERANCE = 2e-5, 1e-12
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ def difference_on_device(
         if rows is None or expected_rows is None or not rows.numel():
             continue
         largest = _relative_differences(leaf, rows, expected_rows).max()
-        flags.append(largest > _TOLERANCES.get(leaf.dtype, _TOLERANCE))
+        flags.append(largest > _tolerance(leaf.dtype))
     return None, torch.stack(flags).any() if flags else None
 
 
@@ -203,15 +204,20 @@ def _relative_differences(leaf: Tensor, rows: Tensor, expected: Tensor) -> Tenso
         magnitudes = _weighted_sums(magnitudes)
     equal = (rows == expected) | (rows.isnan() & expected.isnan())
     # A row of zeros has no magnitude to compare with: its difference counts in full.
-    ratio = (rows - expected).abs() / magnitudes.maximum(rows.abs()).clamp_min(1e-30)
+    ratio = (rows - expected).abs() / magnitudes.clamp_min(1e-30)
     return torch.where(equal, torch.zeros_like(ratio), ratio.nan_to_num(nan=torch.inf))
+
+
+def _tolerance(dtype: torch.dtype) -> float:
+    is_integer = not (dtype.is_floating_point or dtype.is_complex)
+    return _TOLERANCES.get(dtype, _INTEGER_TOLERANCE if is_integer else _TOLERANCE)
 
 
 def _value_difference(leaf: Tensor, rows: Tensor, expected: Tensor) -> str | None:
     """Return by how much values differ, as text; None if within rounding error."""
     ratio = _relative_differences(leaf, rows, expected)
     largest = float(ratio.max()) if ratio.numel() else 0.0
-    if largest <= _TOLERANCES.get(leaf.dtype, _TOLERANCE):
+    if largest <= _tolerance(leaf.dtype):
         return None
     differing_rows = int((ratio > 0).sum())
     return (
