@@ -22,6 +22,14 @@ class Counting(nn.Module):
         self.items, self.tensor = [0], torch.zeros(1)
 
 
+class Scaling(nn.Linear):
+    """A layer of torch with a forward of its own."""
+
+    def forward(self, x):
+        """Return twice the result."""
+        return super().forward(x) * 2
+
+
 def numbers(module):
     """The scalar attributes of a module."""
     kinds = (bool, int, float, complex, str, type(None))
@@ -143,3 +151,7 @@ def test_a_module_of_torch_runs_its_own_forward():
     linear.forward = lambda x: x
     assert not is_torch_module(linear)
     assert is_torch_module(nn.Sequential(Counting()))
+    assert not is_torch_module(type("Layer", (nn.Linear,), {"__module__": "torchgeo.models"})(1, 1))
+    normed = nn.utils.parametrizations.weight_norm(Scaling(1, 1))
+    assert type(normed).__module__.startswith("torch.nn.utils.")
+    assert not is_torch_module(normed)

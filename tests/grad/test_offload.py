@@ -201,6 +201,17 @@ def test_tensors_are_moved_if_a_copy_is_worth_it(moved, value, count):
     assert float(scale.grad) == value.sum()
 
 
+def test_parts_of_weights_stay(moved):
+    """Wherever in the weight's memory they begin."""
+    weight = torch.ones(4, offload.SMALLEST, requires_grad=True)
+    scale = torch.ones((), requires_grad=True)
+    with offloading(frozenset({weight.untyped_storage().data_ptr()}), lambda _: True):
+        products = [scale * part for part in weight]
+    assert moved == []
+    sum(product.sum() for product in products).backward()
+    assert float(scale.grad) == 4 * offload.SMALLEST
+
+
 def test_sparse_tensors_and_those_that_are_not_asked_for_stay(moved):
     """The function tells which are on a device."""
     asked = []
@@ -261,18 +272,31 @@ def test_host_memory_is_no_memory_of_a_device(device, expected):
     assert offload.has_own_memory(SimpleNamespace(device=torch.device("cuda", 1)))
 
 
-def test_a_matrix_and_its_transpose_are_two_tensors():
-    """They have one address and one shape, and other strides."""
-    values = torch.randn(200, 200)
+@pytest.mark.parametrize("shape", [(200, 200), (40000, 1)])
+def test_a_matrix_and_its_transpose_are_two_tensors(shape):
+    """They have one address, and other strides or another shape."""
+    values = torch.randn(shape)
     grads = []
     for context in (nullcontext(), offloading(frozenset(), lambda _: True)):
         x = values.clone().requires_grad_()
         with context:
             y = x * 1
-            result = (y.sin() * 2).sum() + (y.t().sin() * torch.arange(200.0)).sum()
+            result = (y.sin() * 2).sum() + (y.t().sin() * torch.arange(float(shape[0]))).sum()
         result.backward()
         grads.append(x.grad)
     torch.testing.assert_close(*grads)
+
+
+def test_views_of_two_dtypes_are_two_tensors():
+    """They have one address, shape and strides, and other values."""
+    numbers = torch.arange(float(offload.SMALLEST)) + 1
+    words = numbers.view(torch.int32)
+    scales = [torch.ones((), requires_grad=True) for _ in range(2)]
+    with offloading(frozenset(), lambda _: True):
+        products = [scale * value for scale, value in zip(scales, (numbers, words), strict=True)]
+    sum(product.sum() for product in products).backward()
+    for scale, value in zip(scales, (numbers, words), strict=True):
+        torch.testing.assert_close(scale.grad, value.float().sum())
 
 
 def test_memory_of_moved_tensors_is_held_until_the_forward_ends():

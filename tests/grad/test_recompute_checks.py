@@ -57,6 +57,31 @@ def test_a_saved_tensor_that_is_changed_in_place_is_refused_as_in_torch():
             out.sum().backward()
 
 
+class AddsOne(nn.Module):
+    """A layer that changes its input in place."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Add 1."""
+        return x.add_(1)
+
+
+class Exponential(nn.Module):
+    """A layer that saves its output."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the exponential."""
+        return x.exp()
+
+
+@pytest.mark.parametrize("recomputed", [set(), {0}])
+def test_a_saved_output_that_a_later_layer_changes_is_refused_as_in_torch(recomputed):
+    """That layer is not recomputed, and does not run again."""
+    layers = [Layer(0, Exponential()), Layer(1, AddsOne())]
+    out = run(layers, torch.ones(3, requires_grad=True), recomputed, unseeded)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
 class Spoiling(torch.autograd.Function):
     """A function whose backward changes in place what it has saved."""
 
@@ -183,6 +208,45 @@ def test_second_forwards_are_not_compared_where_weights_may_change():
         out.sum().backward()
 
 
+def test_a_saved_tensor_of_another_dtype_is_refused_in_every_forward():
+    """Also in those whose saved tensors are not compared."""
+
+    class Cast(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dtypes = [torch.float32]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x.to(self.dtypes[0]).exp().float().sin()
+
+    module = Cast()
+    recomputing = Recomputing([Layer(2, module)], {2})
+    for _ in range(3):
+        module.dtypes[0] = torch.float32
+        out = recomputing.run(torch.ones(4, requires_grad=True), unseeded)
+        module.dtypes[0] = torch.float64
+        with pytest.raises(RunError, match=r"one of shape \(4,\) and torch.float64 for one of"):
+            out.sum().backward()
+
+
+@pytest.mark.parametrize("saved_between", [2, 12])
+def test_a_tensor_that_is_changed_after_it_was_saved_is_refused_for_the_change(saved_between):
+    """Before or after its fingerprint is due, the two forwards do not differ."""
+
+    class Late(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            early = x.exp()
+            later = early
+            for _ in range(saved_between):
+                later = later.sin()
+            early.add_(1)
+            return later
+
+    out = run([Layer(0, Late())], torch.ones(3, requires_grad=True), {0}, unseeded)
+    with pytest.raises(RunError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
 @pytest.mark.parametrize("differs", [False, True])
 def test_comparisons_are_read_later_where_the_host_must_not_wait(differs):
     """Each with its message; the backward goes on."""
@@ -251,6 +315,25 @@ def test_inputs_are_copied_by_the_mode_of_the_layers():
             x = torch.full((3,), 0.5, requires_grad=True)
             recomputing.run(x * 1, unseeded).sum().backward()
             torch.testing.assert_close(x.grad, torch.full((3,), 1.5).cos())
+
+
+@pytest.mark.parametrize("changed", [0, 1])
+def test_each_input_that_a_layer_changes_in_place_is_copied(changed):
+    """In every forward, whichever of several inputs it is."""
+
+    class Adds(nn.Module):
+        def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+            pair[changed].add_(1)
+            return (pair[0] * pair[1]).sin()
+
+    recomputing = Recomputing([Layer(0, Adds())], {0})
+    for _ in range(3):
+        leaves = [torch.full((3,), value, requires_grad=True) for value in (0.5, 2.0)]
+        recomputing.run(tuple(leaf * 1 for leaf in leaves), unseeded).sum().backward()
+        first, second = (0.5, 3.0) if changed else (1.5, 2.0)
+        factor = torch.full((3,), first * second).cos()
+        torch.testing.assert_close(leaves[0].grad, factor * second)
+        torch.testing.assert_close(leaves[1].grad, factor * first)
 
 
 def test_a_tensor_that_occurs_twice_in_the_input_is_one_tensor_again():

@@ -172,3 +172,24 @@ def test_what_the_backward_does_not_need_at_the_end_of_a_segment_is_not_computed
     calls.clear()
     out.sum().backward()
     assert calls == [], "it ends where the last tensor that is needed was saved"
+
+
+def test_copies_of_buffers_are_freed_once_the_segment_has_run_again():
+    """A graph that is kept for another backward does not hold them."""
+    seen = []
+
+    class Shifted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("shift", torch.ones(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(weakref.ref(self.shift))
+            return (x + self.shift).exp()
+
+    module = Shifted()
+    out = run([Layer(0, module)], torch.ones(3, requires_grad=True), {0}, unseeded).sum()
+    out.backward(retain_graph=True)
+    first, second = (ref() for ref in seen)
+    assert first is module.shift
+    assert second is None

@@ -132,6 +132,15 @@ def test_nothing_keeps_the_graph_once_the_weight_part_is_done_or_dropped(forward
         gc.enable()
 
 
+def test_the_weight_part_frees_what_the_graph_has_saved():
+    """Also where the caller still has the output."""
+    run = Run.of(Pair(), lambda m, x: m.b(m.a(x)), [random(3, 4)])
+    _, pending = input_grad(run.roots, run.grads, run.inputs)
+    weight_grad(pending)
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        torch.autograd.grad(run.roots, run.inputs, run.grads)
+
+
 def test_an_error_in_the_backward_leaves_no_hook_behind():
     """The step is lost, but the next one must not be affected."""
 

@@ -94,10 +94,11 @@ def test_one_update_of_adam_ahead_is_the_last_step_again(amsgrad, eps):
 
 
 def test_one_update_of_rmsprop_ahead_is_the_last_step_again():
-    """Also with a large epsilon, and with weight decay in the gradient."""
+    """Of groups with their own options, also a large epsilon, and with weight decay in the gradient."""
     torch.manual_seed(0)
-    held = [nn.Parameter(torch.randn(n + 1, dtype=torch.float64)) for n in range(2)]
-    optimizer = torch.optim.RMSprop(held, lr=0.1, eps=0.5, weight_decay=0.2)
+    held = [nn.Parameter(torch.randn(n + 1, dtype=torch.float64)) for n in range(3)]
+    groups = [{"params": held[:1], "lr": 0.3, "eps": 1e-3}, {"params": held[:0:-1]}]
+    optimizer = torch.optim.RMSprop(groups, lr=0.1, eps=0.5, weight_decay=0.2)
     direction = RmspropDirection(optimizer, held)
     for step in range(3):
         for parameter in held:
@@ -153,6 +154,32 @@ def test_last_gradients_come_back_as_copies_with_gaps(kind, make):
         assert loaded.state() == {}
     assert moved[0].abs().sum() > 0
     assert moved[1].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("kind", ["sgd", "momentum", "adam", "rmsprop"])
+def test_weights_move_in_proportion_to_the_number_of_updates(kind):
+    """Which may be a fraction."""
+    parameter = nn.Parameter(torch.ones(3, dtype=torch.float64))
+    optimizer, make = {
+        "sgd": (torch.optim.SGD([parameter], lr=0.1), SgdDirection),
+        "momentum": (torch.optim.SGD([parameter], lr=0.1, momentum=0.9), SgdDirection),
+        "adam": (
+            torch.optim.Adam([parameter], lr=0.1),
+            lambda *given: AdamDirection(*given, constant=False),
+        ),
+        "rmsprop": (torch.optim.RMSprop([parameter], lr=0.1), RmspropDirection),
+    }[kind]
+    direction = make(optimizer, [parameter])
+    parameter.grad = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
+    direction.remember()
+    optimizer.step()
+    once = torch.zeros(3, dtype=torch.float64)
+    direction.move([once], 1)
+    assert once.all()
+    for updates in (0.5, 2.25):
+        moved = torch.zeros(3, dtype=torch.float64)
+        direction.move([moved], updates)
+        torch.testing.assert_close(moved, updates * once)
 
 
 def test_a_restart_reads_the_numbers_of_steps_from_the_optimizer_again():

@@ -308,6 +308,26 @@ def test_backwards_that_read_other_versions_than_their_forwards_leave_these_as_t
     assert torch.equal(weights.newest()[0], versions[2].flatten())
 
 
+def test_backwards_of_unlike_forwards_that_read_one_version_find_it_each_in_its_memory(lab):
+    """Of two that follow each other, the second reads it in another place than the first."""
+    module = nn.Linear(2, 1, bias=False)
+    line = lab.line_of("stash", 0, 3, 1, batches=8)
+    use = line.use
+    line.use = lambda n: replace(use(n), reads=Reads(n, 2), next_forward=0)
+    weights = lab.make(lab.site_of(module, line, "stash", lab.PAIRS["sgd"][0]))
+    versions = []
+    for number in range(3):
+        weights.before_forward(number)
+        versions.append((module.weight.detach().clone(), module.weight.data_ptr()))
+        if number < 2:
+            module.weight.grad = torch.ones_like(module.weight)
+            weights.update(number + 1)
+    for number in (0, 1, 0, 2, 1):
+        weights.before_backward(number)
+        assert torch.equal(module.weight, versions[2][0])
+        assert module.weight.data_ptr() == versions[number][1]
+
+
 def test_an_optimizer_may_give_the_parameters_new_memory(lab):
     """Its result is copied to the memory of the version, from which later ops read it."""
     line = lab.line_of("stash", 0, 3, 1, batches=6)
@@ -358,3 +378,22 @@ def test_values_that_are_loaded_after_a_layer_has_moved_its_weights_are_trained(
     assert module.weight.tolist() == [[6.0, 6.0]]
     weights.before_backward(0)
     assert module.weight.tolist() == [[7.0, 7.0]]
+
+
+def test_a_drain_restores_the_newest_version_from_a_backward_that_read_an_older_one(lab):
+    """A stream that fails after such a backward leaves the older values in its memory."""
+    module = nn.Linear(2, 1, bias=False)
+    line = lab.line_of("stash", 0, 2, 1, batches=8)
+    use = line.use
+    line.use = lambda n: replace(use(n), reads=Reads(n, 0), next_forward=0)
+    weights = lab.make(lab.site_of(module, line, "stash", lambda ps: torch.optim.SGD(ps, lr=1.0)))
+    with torch.no_grad():
+        module.weight.fill_(7.0)
+    weights.before_forward(0)
+    module.weight.grad = torch.ones_like(module.weight)
+    weights.update(1)
+    weights.before_forward(1)
+    weights.before_backward(1)
+    assert module.weight.tolist() == [[7.0, 7.0]]
+    weights.drain()
+    assert module.weight.tolist() == [[6.0, 6.0]]

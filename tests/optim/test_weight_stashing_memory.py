@@ -84,12 +84,14 @@ def test_memory_for_another_version_is_kept_for_the_next_time_and_counted(lab):
     size = module.weight.nbytes
     weights.before_forward(0)
     module.weight.grad = torch.ones(3, 3, dtype=torch.float64)
+    old = module.weight.detach().clone()
     weights.update(1)
-    held = []
+    new, held = module.weight.detach().clone(), []
     for number in (1, 2, 3):
         weights.before_forward(number)
-        assert torch.equal(module.weight, weights._versions[1].tensors[0])
+        assert torch.equal(module.weight, new)
         weights.before_backward(number)
+        assert torch.equal(module.weight, old)
         held.append(weights.held_bytes() / size)
         weights.finished(number)
     weights.before_forward(4)

@@ -110,19 +110,33 @@ def test_the_larger_searches_give_what_fits_and_are_no_better_than_possible(pair
         assert np.inf > slowest(case, order.lengths, order.kinds) >= least(case) * (1 - 1e-10)
 
 
-def test_on_ordinary_layers_the_larger_searches_miss_nothing():
+#: Cuts that are free after every second layer only, and limits that a slow kind's ranks meet first.
+BINDING = {
+    "nothing": {},
+    "transfer": {"transfer": [50.0 * (layer % 2 == 0) for layer in range(29)]},
+    "limits": {
+        "fixed_bytes": [0] * 30,
+        "saved_bytes": [[1] * 30] * 3,
+        "in_flight": [6, 5, 4, 3, 2, 1],
+        "limits_of_kind": [24, 40, 30],
+    },
+}
+
+
+@pytest.mark.parametrize("binding", BINDING)
+def test_on_ordinary_layers_the_larger_searches_miss_nothing(binding):
     """Thirty layers of like cost: the furthest layer is the best there."""
-    rng = np.random.default_rng(0)
-    for _ in range(5):
+    rng, options = np.random.default_rng(0), BINDING[binding]
+    for _ in range(3):
         work = rng.uniform(0.8, 1.2, 30)
         seconds = [work, work * 2.1, work * 0.7]
-        exact = best_order(seconds, [3, 3, 2], 6)
+        exact = best_order(seconds, [3, 3, 2], 6, **options)
         for states in (10**9, 0):
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(ordered, "PAIRS", 0)
                 patch.setattr(ordered, "STATES", states)
-                order = best_order(seconds, [3, 3, 2], 6)
-            case = (seconds, [3, 3, 2], 6, {})
+                order = best_order(seconds, [3, 3, 2], 6, **options)
+            case = (seconds, [3, 3, 2], 6, options)
             assert slowest(case, order.lengths, order.kinds) == pytest.approx(
                 slowest(case, *exact), rel=1e-9
             )

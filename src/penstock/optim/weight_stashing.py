@@ -151,7 +151,7 @@ class Versions(StageWeights):
     def versions(self) -> int:
         """Number of versions of the parameter that has most."""
         blocks_by_group = zip(*(version.blocks for version in self._versions.values()), strict=True)
-        return max((len(set(map(id, group_blocks))) for group_blocks in blocks_by_group), default=1)
+        return max(len(set(map(id, group_blocks))) for group_blocks in blocks_by_group)
 
     @property
     def peak_versions(self) -> int:
