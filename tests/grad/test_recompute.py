@@ -217,6 +217,22 @@ def test_without_gradients_layers_run_once_and_keep_nothing():
     assert out.grad_fn is None
 
 
+class AddsToSecond(nn.Module):
+    """A layer that changes the second of two inputs in place."""
+
+    def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+        """Return the sum of all."""
+        return pair[0].sum() + pair[1].add_(1).sum()
+
+
+def test_without_gradients_inputs_may_share_memory_and_change():
+    """Nothing has to be repeated."""
+    base = torch.ones(4)
+    with torch.no_grad():
+        out = run([Layer(0, AddsToSecond())], (base[:3], base[1:]), {0}, unseeded)
+    assert float(out) == 3 + 6
+
+
 def test_segments_begin_at_gaps_and_where_they_are_told_to():
     """Indices of other stages mean nothing here."""
     order = []

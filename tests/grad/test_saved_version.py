@@ -57,12 +57,32 @@ def test_memory_is_held_only_where_it_is_asked_for():
     assert held.tensor.tolist() == [2.0] * 4
 
 
-def test_layouts_that_cannot_give_up_their_memory_keep_it():
+class Fixed(torch.Tensor):
+    """A tensor that makes no others, as masked and nested ones do not."""
+
+    error = TypeError
+
+    def new_empty(self, *args, **kwargs):
+        """Refuse."""
+        raise self.error("not supported")
+
+
+class FixedLayout(Fixed):
+    """Another one, with the error of a layout."""
+
+    error = RuntimeError
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [torch.eye(2).to_sparse(), *(torch.eye(2).as_subclass(kind) for kind in (Fixed, FixedLayout))],
+    ids=["sparse", "masked", "nested"],
+)
+def test_layouts_that_cannot_give_up_their_memory_keep_it(tensor):
     """They are checked all the same."""
-    sparse = torch.eye(2).to_sparse()
-    saved = SavedVersion(sparse, holds=False)
+    saved = SavedVersion(tensor, holds=False)
     assert saved.unchanged
-    sparse.mul_(2)
+    tensor.mul_(2)
     assert not saved.unchanged
 
 

@@ -257,6 +257,7 @@ def test_split_equals_whole_on_graphs_of_all_kinds(name):
         lambda m, x: (m.a(x), m.a(x.exp())),
         lambda m, x: functional.linear(m.a(x), m.a.weight.t(), m.b.bias),
         lambda m, x: m.a(x) + m.a(torch.ones(6, 4)),
+        lambda m, x: (m.a(m.a(x)), m.b(torch.ones(2, 4))),
     ],
     ids=[
         "in series",
@@ -265,6 +266,7 @@ def test_split_equals_whole_on_graphs_of_all_kinds(name):
         "in two outputs",
         "and transposed",
         "on and off the path",
+        "beside an output that no input reaches",
     ],
 )
 def test_a_weight_used_twice_gets_the_sum_of_both_uses(forward):

@@ -289,6 +289,10 @@ def test_a_factory_that_makes_something_else_the_second_time_is_refused():
     update = Update.make(held, lambda _: results.pop(0))
     with pytest.raises(SettingError, match=r"this one returned NoneType$"):
         update.new_optimizer()
+    results = [sgd(held), sgd(parameters(2))]
+    update = Update.make(held, lambda _: results.pop(0), place="stage 3")
+    with pytest.raises(SettingError, match=r"1 parameter of stage 3 and returned SGD over 1 para"):
+        update.new_optimizer()
 
 
 def test_a_factory_that_returns_the_same_optimizer_twice_is_refused():
@@ -402,11 +406,12 @@ def test_a_stage_trains_if_any_parameter_requires_a_gradient():
 @pytest.mark.parametrize("clip_value", [None, 0.25, 0.0])
 def test_gradients_are_limited_before_the_step(clip_value):
     """By value and of either sign; without a limit they stay."""
-    weights = parameters(1.0, 1.0)
+    *weights, lent = parameters(1.0, 1.0, 1.0)
     weights[1].grad = torch.full((1,), -3.0)
-    Update.make(weights, sgd, clip_value=clip_value).step()
+    Update.make([*weights, lent], sgd, borrowed=[lent], clip_value=clip_value).step()
     moves = [-0.5, 1.5] if clip_value is None else [-clip_value / 2, clip_value / 2]
     assert [weight.item() for weight in weights] == [1.0 + move for move in moves]
+    assert lent.grad.item() == 1.0, "the stage that steps it limits the sum"
 
 
 def test_an_advance_drops_gradients_also_where_the_factory_took_no_parameter():

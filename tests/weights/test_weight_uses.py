@@ -12,7 +12,7 @@ from penstock.errors import ScheduleError
 from penstock.schedule.catalogue import schedule
 from penstock.schedule.op import Schedule
 from penstock.schedule.streaming.period import period_of, with_batch_count
-from penstock.schedule.streaming.streams import Stream
+from penstock.schedule.streaming.streams import Stream, Waves
 from penstock.verify.verify import verify
 from penstock.weights.catalogue import WeightRule, weight_rule
 from penstock.weights.compatibility import rule_of
@@ -52,6 +52,13 @@ def test_a_period_contains_whole_loops_and_whole_turns_of_the_copies():
     stream = Stream(12, pipelines=3)
     plain = Schedule.parse(" ".join(loops), synchronous=False)
     check_uses(replace(plain, stream=stream), weight_rule("stash"))
+
+
+def test_the_first_stage_may_be_on_any_rank():
+    """Users number their ranks as they like."""
+    pipedream = schedule("pipedream", 3, 1)
+    turned = replace(pipedream, programs=pipedream.programs[::-1])
+    check_uses(turned, weight_rule("vertical-sync"))
 
 
 def check_uses(stream, rule):
@@ -401,6 +408,9 @@ def test_staleness_is_counted_until_the_weight_gradient_and_over_a_whole_period(
     assert readings(split, stash).mean_staleness == (uses(split, stash).staleness(0),) == (1.0,)
     assert readings(alternating, stash).mean_staleness == (0.5,)
     assert uses(alternating, stash).staleness(0) == 0.5
+    short = replace(split, stream=Stream(8, waves=Waves(1)))
+    with pytest.raises(ScheduleError, match="without 1 updates of the batches before it, and a w"):
+        readings(short, weight_rule("hetpipe"))
 
 
 def test_refusals_and_versions_that_lack_are_all_reported():
