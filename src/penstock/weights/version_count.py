@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from penstock.errors import Finding
-from penstock.schedule.op import ACTIVATION_MOVES, BACKWARD_ENDS, BACKWARD_STARTS, Kind, Op
+from penstock.schedule.op import BACKWARD_ENDS, BACKWARD_STARTS, Kind, Op
 from penstock.weights.catalogue import WeightRule
 from penstock.weights.rule_types import Reads
 from penstock.weights.version_trace import BatchedOps, VersionTrace
@@ -95,7 +95,7 @@ class _VersionCounter:
         copy.next_forward = math.inf if next_reads is None else next_reads.forward
 
     def _apply_backward(self, rank: int, op: Op, copy: _WeightCopy) -> None:
-        """Check and note the reads of a B, I or W."""
+        """Check and note the reads of a B, I or W; a move of activations reads no weights."""
         reads = self.reads[op.stage][op.micro_batch]
         # A version that was already dropped at the F is reported there.
         if op.kind in BACKWARD_STARTS and reads.backward > copy.newest:
@@ -105,7 +105,7 @@ class _VersionCounter:
 
     def _check(self, rank: int, op: Op, copy: _WeightCopy, version: int) -> None:
         """Add a finding if a version that an op reads is neither kept nor predicted."""
-        if version in copy.versions or (op.kind is Kind.F and self._is_predicted(op, version)):
+        if version in copy.versions or self._is_predicted(op, version):
             return
         if version > copy.newest:
             reason = f"where the newest is {copy.newest}: another update has to come before the op"
@@ -154,8 +154,6 @@ def count_versions(
     for rank, row in enumerate(rows):
         copies: dict[int, list[_WeightCopy]] = {}
         for op, batch in row:
-            if op.kind in ACTIVATION_MOVES:
-                continue
             stage = op.stage
             if stage not in copies:
                 copies[stage] = [_WeightCopy() for _ in range(pipelines)]
