@@ -105,3 +105,11 @@ def test_replicas_on_two_ranks_have_versions_and_next_forwards_of_their_own():
     assert {key: share.count for key, share in trace.shares.items()} == {
         (rank, 0, batch): 1 for rank in range(2) for batch in range(2)
     }
+
+
+def test_the_first_stage_may_be_ahead_of_a_later_one():
+    """Stage 1 makes its first update after the forward that reads it on stage 0."""
+    text = "0F0 0B0 0U1 0F1 0B1 0U2\n1F0 1B0 1F1 1U1 1B1 1U2"
+    rows = [list(with_batches(program, 1)) for program in Schedule.parse(text).programs]
+    place = trace_versions(rows, 2).place(1, 1)
+    assert (place.at_forward, place.at_first_stage) == (0, 1)

@@ -9,6 +9,7 @@ import pytest
 from penstock.schedule.catalogue import schedule
 from penstock.verify.verify import verify
 from penstock.weights.catalogue import weight_rule
+from penstock.weights.rule_types import Place, Reads
 from penstock.weights.weight_uses import uses
 
 
@@ -41,3 +42,9 @@ def test_a_micro_batch_reads_the_same_version_everywhere(stages, micro_batches):
     oldest = math.ceil((stages - 1) / micro_batches)
     assert report.staleness_max == (oldest,) * stages
     assert report.versions == (oldest + 1,) * stages
+
+
+def test_a_version_that_this_stage_has_not_made_yet_is_read_all_the_same():
+    """The check of versions refuses the program; another version would be another gradient."""
+    place = Place(1, 2, 5, 0, 1, 3, 4, 3, 4, 5)
+    assert weight_rule("vertical-sync").reads(place) == Reads(5, 5)

@@ -294,15 +294,16 @@ def test_programs_without_a_stream_come_again_from_drain_to_drain():
     weight_uses = uses(schedule, weight_rule("stash"))
     assert [weight_uses.at(0, number).reads.forward for number in range(6)] == [0, 0, 2, 2, 4, 4]
     assert [weight_uses.at(0, number).next_forward for number in range(4)] == [0, 2, 2, 4]
-    assert list(map(list, readings(schedule, weight_rule("stash")).ages)) == [[0, 1]]
-    assert readings(schedule, weight_rule("stash")).versions == (2,)
+    stash = readings(schedule, weight_rule("stash"))
+    assert (stash.ages, stash.mean_staleness, stash.versions) == (((0, 1),), (0.5,), (2,))
 
 
 def test_a_stream_that_does_not_repeat_itself_cannot_go_on_for_ever():
     """It is sound, and its own batches can be analysed, but not those after them."""
     text = "0F0 0B0 0U1 0F1 0F2 0B1 0U2 0B2 0U3"
     schedule = Schedule(Schedule.parse(text).programs, "odd", synchronous=False, stream=Stream(3))
-    assert list(map(list, readings(schedule, weight_rule("stash")).ages)) == [[0, 0, 1]]
+    stash = readings(schedule, weight_rule("stash"))
+    assert (stash.ages, stash.mean_staleness) == (((0, 0, 1),), (1 / 3,))
     with pytest.raises(ScheduleError, match="odd does not repeat itself"):
         uses(schedule, weight_rule("stash"))
 
