@@ -264,11 +264,14 @@ def test_a_stage_that_predicts_nothing_takes_no_more_memory_than_its_weights(lab
     assert held == [2, 2, 2, 1]
 
 
-def test_gradients_that_a_direction_keeps_are_memory_of_the_rule(lab):
-    """SGD without momentum has no state from which the last step could be read."""
+@pytest.mark.parametrize("pair", ["sgd", "adam"])
+def test_tensors_that_a_direction_keeps_are_memory_of_the_rule(lab, pair):
+    """SGD without momentum has no state from which the last step could be read; Adam's roots need
+    scratch memory.
+    """
     module = lab.mlp()
     line = lab.line_of("pipeoptim", 0, 4, 1, 8)
-    weights = lab.make(lab.site_of(module, line, "pipeoptim", lab.PAIRS["sgd"][0]))
+    weights = lab.make(lab.site_of(module, line, "pipeoptim", lab.PAIRS[pair][0]))
     lab.play(module, weights, line.ops, lab.vectors, lab.squares)
     assert weights.held_bytes() == 3 * sum(parameter.nbytes for parameter in module.parameters())
 
@@ -294,12 +297,20 @@ def test_a_w_that_comes_after_a_later_update_than_its_i_reads_the_newest(lab, ru
     torch.testing.assert_close(module.weight.detach(), newest - 0.02 * ahead)
 
 
-def test_a_rule_that_predicts_from_an_old_version_is_told_that_it_is_gone(lab):
-    """Only one version is kept."""
+@pytest.mark.parametrize(("step", "number", "version"), [(-1, 4, 0), (1, 0, 1)])
+def test_a_rule_that_predicts_from_another_version_than_the_newest_is_refused(
+    lab, step, number, version
+):
+    """Only one version is kept, and a later one does not exist yet."""
     module = lab.mlp()
-    line = lab.Line(0, 4, 1, 8, lambda at: Reads(max(at.at_forward - 1, 0), at.at_backward, 1, 0))
+    line = lab.Line(
+        0, 4, 1, 8, lambda at: Reads(max(at.at_forward + step, 0), at.at_backward, 1, 0)
+    )
     weights = lab.make(lab.site_of(module, line, "pipeoptim", lab.PAIRS["momentum"][0]))
-    message = r"stage 0: the forward of micro-batch 4 reads weight version 0, 1 ahead, and the newest is 1: predictions are made of the"
+    message = (
+        f"stage 0: the forward of micro-batch {number} reads weight version {version}, 1 ahead, "
+        f"and the newest is {1 - version}: predictions are made of the"
+    )
     with pytest.raises(RunError, match=message):
         lab.play(module, weights, line.ops, lab.vectors, lab.squares)
 
