@@ -112,12 +112,12 @@ def test_a_learning_rate_that_is_a_tensor_stays_one_when_a_state_is_loaded():
     schedulers = Schedulers(lambda optimizer: StepLR(optimizer, 2, gamma=0.5), held)
     stepped(schedulers, held, 2)
     parameter = nn.Parameter(torch.ones(1))
-    other = SGD([parameter], lr=torch.tensor(1.0), momentum=0.9)
+    other = SGD([parameter], lr=torch.tensor(1.0, dtype=torch.float64), momentum=0.9)
     restored = Schedulers(lambda optimizer: StepLR(optimizer, 2, gamma=0.5), [other])
     rate = other.param_groups[0]["lr"]
     restored.load_json(schedulers.as_json())
-    assert torch.equal(other.param_groups[0]["lr"], torch.tensor(0.5))
-    assert other.param_groups[0]["lr"].dtype == rate.dtype
+    assert other.param_groups[0]["lr"] is rate
+    assert (rate.item(), rate.dtype) == (0.5, torch.float64)
 
 
 @pytest.mark.parametrize(("saved", "here"), [(1, 2), (2, 1), (3, 2)])

@@ -14,7 +14,7 @@ from penstock.errors import SettingError
 from penstock.files.json_values import json_value
 from penstock.optim.class_names import class_name, same_class
 from penstock.optim.factory import OptimizerFactory, make_optimizer
-from penstock.optim.param_groups import separate_tensors
+from penstock.optim.param_groups import ParameterGroup, separate_tensors
 
 #: What messages call the text of a scheduler's state.
 _STATE = "the state of a learning-rate scheduler"
@@ -117,8 +117,7 @@ class Schedulers:
             if len(rates) != len(optimizer.param_groups):
                 continue
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
-                is_tensor = isinstance(group["lr"], Tensor)
-                group["lr"] = torch.full_like(group["lr"], rate) if is_tensor else rate
+                ParameterGroup([group])["lr"] = rate
 
     def load_json(self, text: str) -> None:
         """Restore the result of `as_json`."""
