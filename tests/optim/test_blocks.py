@@ -62,6 +62,7 @@ def test_strides_and_empty_tensors_are_kept():
         torch.randn(3, 5).t(),
         torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last),
         torch.empty(0, 3),
+        torch.empty(3, 0),
         torch.tensor(2.0),
     ]
     parameters = [nn.Parameter(tensor) for tensor in tensors]
@@ -90,6 +91,14 @@ def test_pointing_is_not_a_change_to_autograd_but_graphs_that_saved_a_parameter_
     assert inputs.grad.tolist() == [[4, 4], [4, 4]]
 
 
+def test_a_parameter_can_be_pointed_to_another_part_of_its_memory():
+    """Versions may lie side by side."""
+    memory = torch.arange(4.0)
+    weight = nn.Parameter(memory[:2])
+    point([weight], [memory[2:]])
+    assert weight.tolist() == [2, 3]
+
+
 def test_a_step_that_set_data_anew_is_taken_back_into_the_old_memory():
     """Some optimizers assign a new tensor to `.data`."""
     weight = nn.Parameter(torch.zeros(3))
@@ -99,6 +108,13 @@ def test_a_step_that_set_data_anew_is_taken_back_into_the_old_memory():
     take([weight], [place])
     assert place.tolist() == [1, 1, 1]
     assert weight.data_ptr() == place.data_ptr()
+
+
+def test_a_new_block_is_where_its_parameters_are():
+    """A stage is on one device, or on several."""
+    layout = Layout([nn.Parameter(torch.empty(2, device="meta")), nn.Parameter(torch.ones(2))])
+    devices = [layout.new_block(group).flat.device.type for group in range(2)]
+    assert devices == ["meta", "cpu"]
 
 
 def test_parameters_without_memory_are_blocks_of_their_own():

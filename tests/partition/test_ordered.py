@@ -142,6 +142,19 @@ def test_on_ordinary_layers_the_larger_searches_miss_nothing(binding):
             )
 
 
+def test_a_narrow_beam_continues_with_the_ranks_that_got_furthest():
+    """Six of eight ranks are enough, and the slow ones are left out."""
+    work = np.random.default_rng(1).uniform(0.8, 1.2, 30)
+    seconds = [work, work * 2.1, work * 0.7]
+    exact = best_order(seconds, [3, 3, 2], 6)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, limit in (("PAIRS", 0), ("STATES", 0), ("WIDTH", 1)):
+            patch.setattr(ordered, name, limit)
+        order = best_order(seconds, [3, 3, 2], 6)
+    case = (seconds, [3, 3, 2], 6, {})
+    assert slowest(case, *order) <= 1.1 * slowest(case, *exact)
+
+
 def test_the_rank_with_more_memory_stands_where_most_micro_batches_are_in_flight():
     """1F1B keeps most on the first stage: the order matters although all ranks are equally fast."""
     order = best_order(
