@@ -109,6 +109,6 @@ def _set(group: dict[str, Any], key: str, value: Any) -> None:
     current = group.get(key)
     if not isinstance(current, Tensor):
         group[key] = value.clone() if isinstance(value, Tensor) else value
-    elif current is not value:
+    else:
         with torch.no_grad():
             current.copy_(torch.as_tensor(value))
