@@ -270,7 +270,8 @@ def test_a_weight_that_only_the_others_have_trained_is_taken_in_without_changing
     together([lambda c=c: job(c) for c in range(2)])
 
 
-def test_a_copy_alone_has_nobody_to_tell(lab):
+@pytest.mark.parametrize("exchange", [exchanges(1)[0], None], ids=["alone", "none"])
+def test_a_copy_alone_has_nobody_to_tell(lab, exchange):
     """A single virtual worker uses plain weight stashing."""
     module = lab.mlp()
     line = lab.line_of("hetpipe", 0, 2, 1, 5)
@@ -281,7 +282,7 @@ def test_a_copy_alone_has_nobody_to_tell(lab):
             "hetpipe",
             lab.PAIRS["sgd"][0],
             waves=Waves(2, 1),
-            exchange=exchanges(1)[0],
+            exchange=exchange,
         )
     )
     losses, newest = lab.literal(module, line, lab.vectors, lab.squares, lab.Sgd(0.05))

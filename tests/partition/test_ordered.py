@@ -171,6 +171,7 @@ def test_the_rank_with_more_memory_stands_where_most_micro_batches_are_in_flight
             "counts is .* one whole number of ranks for each of 1 kinds",
         ),
         (lambda: best_order([[1, 1]], [1.5], 1), "counts is .* one whole number of ranks"),
+        (lambda: best_order([[1, 1]] * 2, [3, -1], 2), "counts is .* one whole number of ranks"),
         (lambda: best_order([[1, 1]], [3], 3), "cannot make 3 stages from 2 layers on 3 ranks"),
         (lambda: best_order([[1, 1]], [1], 2), "cannot make 2 stages from 2 layers on 1 ranks"),
         (lambda: best_order([[1, -1]], [2], 2), r"seconds_of_kind\[0\]: entry 1 is -1.0"),
