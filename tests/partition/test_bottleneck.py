@@ -201,6 +201,10 @@ def test_overlapping_transfers_cost_nothing_up_to_the_bottleneck_and_others_do()
     ([0] * 5 + [1] + [0] * 5, 2, [5, 6]),
     ([0.1] * 9, 3, [3, 3, 3]),
     ([1, 1, 1], 2, [1, 2]),
+    # The last stage takes 0.8 s, as a difference of prefix sums 0.8000000000000003.
+    ([0.3, 0.4, 0.2, 0.6, 0.1, 0.1], 3, [1, 2, 3]),
+    # The mirrored cut is as good and has a shorter last stage; its 1.2 s are rounded otherwise.
+    ([0.6, 0.6, 0.3, 0.6, 0.6], 3, [1, 2, 2]),
 ])  # fmt: skip
 def test_among_optimal_cuts_the_even_one_is_chosen(costs, stages, lengths):
     """Stages below the bottleneck should have slack, not just be legal; without any costs, even
