@@ -16,6 +16,7 @@ from torch.utils.data.distributed import DistributedSampler
 from penstock.batches.batch import make_batch
 from penstock.batches.batch_parts import BatchPart
 from penstock.errors import RanksDiffer, SettingError
+from penstock.ranks import calls as module
 from penstock.ranks.calls import END_OF_TRAIN, FIRST_BATCHES, ComparedCalls
 
 X, Y = torch.arange(32.0).reshape(8, 4), torch.arange(8)
@@ -266,3 +267,49 @@ def test_a_module_of_calls_costs_threads_nothing():
     pipe.train_batch(X, Y)
     assert pipe._player.played is not None
     assert pipe._batch(X, Y, training=True, call="train_batch").checksum() == 0
+
+
+def test_numbers_belong_to_the_call_of_their_batch_though_others_have_followed():
+    """A rank reads the numbers while it waits, and may have called another method before."""
+    one, _ = two_ranks()
+    batch = begun(one, X, Y)
+    one.enter("save")
+    batch.checksum()
+    first, last = one.rows()
+    assert (first[1], first[4]) == (batch.check, "0, 1, 2, 3; 0, 1, 2, 3")
+    assert last[2:] == ["save", "", ""]
+
+
+@pytest.mark.parametrize("content", [0, module._MASK, 2**32 - 1])
+def test_the_checksum_of_read_numbers_is_never_that_of_unread_ones(monkeypatch, content):
+    """0 stands for numbers that were not read, and is like all others."""
+    monkeypatch.setattr(module, "batch_checksum", lambda tensors, turn: (content, []))
+    one, other = two_ranks()
+    batch, unread = begun(one, X, Y), begun(other, X, Y)
+    assert batch.checksum() & module._MASK > 0
+    assert batch.checksum() >> module._BITS == unread.check >> module._BITS
+
+
+def test_words_of_a_limited_number_of_forms_are_remembered(monkeypatch):
+    """Shapes that depend on the data may never come again."""
+    monkeypatch.setattr(module, "_MOST_FORMS", 3)
+    one, _ = two_ranks()
+    for length in range(1, 7):
+        begun(one, {"x": torch.zeros(8, length)}, Y)
+        assert f"(8, {length}) float32" in one.rows()[-1][3]
+        assert len(one._forms) <= 3
+
+
+def test_the_words_of_the_rank_that_has_sent_the_loss_are_waited_for(monkeypatch):
+    """Those of a third rank, which may have the same batch, say nothing of the difference."""
+    store, board = HashStore(), Board()
+    calls = [ComparedCalls(store, board, rank, 3, 30.0) for rank in range(3)]
+    for rank in calls:
+        rank._batches = 2 * FIRST_BATCHES + 1
+    batches = [begun(rank, x, Y) for rank, x in zip(calls, (X, X + 1, X), strict=True)]
+    checks = [float(batch.checksum()) for batch in batches]
+    rows = [{2: calls[2].rows()}, {1: calls[1].rows(), 2: calls[2].rows()}]
+    board.other_calls = lambda: rows.pop(0) if len(rows) > 1 else rows[0]
+    monkeypatch.setattr(module, "_PAUSE_S", 0.0)
+    with pytest.raises(RanksDiffer, match=r"(?s)values 0, .* on ranks 0, 2\n.* on rank 1"):
+        calls[0].verify(1, checks[1], batches[0])

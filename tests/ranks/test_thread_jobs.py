@@ -208,3 +208,22 @@ def test_a_closed_world_starts_threads_again(world):
         assert not thread.is_alive()
     second = world.run(lambda rank: threading.current_thread())
     assert not set(first.values()) & set(second.values())
+
+
+def test_a_second_interrupt_makes_the_world_unusable(monkeypatch):
+    """Ranks may still run the failed batch, in the exchange that the next one would use."""
+    world, running = ThreadWorld(2, CPU, 30.0), threading.Event()
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "wait", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        world.run(lambda rank: running.wait(HANG_S))
+    monkeypatch.undo()
+    try:
+        with pytest.raises(RunError, match="cannot go on after a batch that failed"):
+            world.run(lambda rank: rank)
+    finally:
+        running.set()
+        world.close()
