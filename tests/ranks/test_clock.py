@@ -79,6 +79,19 @@ def test_times_read_long_after_the_batch_keep_their_distances():
     assert times[0] == pytest.approx(1000.0, abs=0.01)
 
 
+def test_times_read_one_after_another_keep_their_distances():
+    """The origin of a batch is located once: meanwhile the clock of the device runs off."""
+    device = Device(fast=1e-5)
+    clock = EventClock(device.record, device.host_s)
+    marks = batch(device, clock, [5e-6, 7e-6])
+    times = []
+    for mark in marks:
+        device.now_s += 60.0
+        times.append(clock.seconds(mark))
+    assert times[2] - times[1] == pytest.approx(7e-6, abs=1e-9)
+    assert device.waits == 1 + len(marks)
+
+
 def test_a_device_whose_clock_runs_fast_is_not_ahead_of_the_host_after_hours():
     """Otherwise the clocks of two GPUs would differ by milliseconds per hour."""
     device = Device(fast=1e-5)

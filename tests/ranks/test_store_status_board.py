@@ -137,6 +137,16 @@ def test_the_first_failure_stays_and_every_rank_raises_it(make):
     assert record == {"rank": 1, "reason": "rank 1: no memory", "differs": False}
 
 
+def test_a_failure_of_another_rank_does_not_act_on_the_terminal(make):
+    """Its text comes from another process, through a store that is open to the ranks."""
+    first, _ = make.board(0)
+    second, _ = make.board(1)
+    second.fail("no memory\x1b[2J\nerror: of rank 0")
+    assert first.failure() == "no memory\\x1b[2J\n  error: of rank 0"
+    with pytest.raises(PeerFailed, match=r"no memory\\x1b"):
+        first.check()
+
+
 def test_other_calls_raise_an_error_of_their_own(make):
     """Before the failure is looked at."""
     first, _ = make.board(0)
