@@ -198,7 +198,16 @@ def test_a_measured_pair_runs_again_what_its_backward_recomputes(pair, seconds):
 
 @pytest.mark.parametrize("pairs", [False, True])
 @pytest.mark.parametrize(
-    "name", ["forward", "backward", "update", "transfer", "boundary_bytes", "activation_bytes"]
+    "name",
+    [
+        "forward",
+        "backward",
+        "update",
+        "transfer",
+        "boundary_bytes",
+        "activation_bytes",
+        "forward_backward",
+    ],
 )
 def test_one_number_stands_for_all_vectors_beside_a_field_of_several(name, pairs):
     """Each row of the tables is that of its vector alone."""

@@ -105,7 +105,7 @@ class Tables:
                 latencies[_DOWN] = latency
             table = table + self._table(latencies, whole=True)
         if len(self.dependencies.pairs):
-            self._join_pairs(table, self._recompute_seconds(blocks[_F]))
+            table = self._with_joined_pairs(table, self._recompute_seconds(blocks[_F]))
         return table
 
     @cached_property
@@ -179,12 +179,16 @@ class Tables:
         selected = self.amounts.get("recompute") if self.selective else None
         return forward if selected is None else selected
 
-    def _join_pairs(self, table: Array, recompute_seconds: Array) -> None:
-        """Set the seconds of both ops of every pair to those of the pair."""
+    def _with_joined_pairs(self, table: Array, recompute_seconds: Array) -> Array:
+        """Return the table in which both ops of every pair have the seconds of the pair."""
         dependencies = self.dependencies
         first, second = dependencies.pairs, dependencies.pairs + 1
-        pair_seconds = dependencies.pair_seconds(table)
         measured = self.amounts.get("forward_backward")
+        if measured is not None:
+            # Vectors may differ in the seconds of pairs alone.
+            vectors = max(len(table), len(measured))
+            table = np.broadcast_to(table, (vectors, table.shape[1])).copy()
+        pair_seconds = dependencies.pair_seconds(table)
         if measured is not None:
             kinds = dependencies.ops.kind
             forward = np.where(kinds[first] == ord("F"), first, second)
@@ -193,9 +197,9 @@ class Tables:
             forward, backward = forward[is_f_and_b], backward[is_f_and_b]
             recompute = self._gather(recompute_seconds, backward)
             recompute = np.where(self.recomputed[backward], recompute, 0.0)
-            pair_seconds = np.broadcast_to(pair_seconds, (len(table), len(first))).copy()
             pair_seconds[:, is_f_and_b] = self._gather(measured, forward) + recompute
         table[:, first] = table[:, second] = pair_seconds
+        return table
 
     def _table(self, blocks: Mapping[int, Array], whole: bool = False) -> Array:
         """Return the table with these blocks filled in.
