@@ -83,11 +83,7 @@ def hidden_sum_seconds(
         samples: of a micro-batch.
         cluster: of the replicas.
     """
-    stages = {
-        stage
-        for stage, ranks in enumerate(replicas)
-        if len(ranks) > 1 and in_buckets(ranks, cluster)
-    }
+    stages = {stage for stage, ranks in enumerate(replicas) if in_buckets(ranks, cluster)}
     hidden = [0.0] * len(lengths)
     if schedule.stream is not None or not stages:
         return hidden
