@@ -14,6 +14,7 @@ from penstock.plan.prediction import Prediction
 from penstock.profile.device_profiles import scale_profile
 from penstock.schedule.catalogue import schedule
 from penstock.schedule.op import Kind
+from penstock.schedule.slicing import Slicing
 from penstock.simulate.gradient_sync import SUM_S_PER_BYTE, all_reduce_seconds
 from penstock.simulate.plan_costs import costs_of_plan, simulate_plan
 from penstock.simulate.steady_state import steady
@@ -74,6 +75,39 @@ def test_sums_of_gradients_beside_the_backward_are_no_part_of_a_plan_s_updates()
     assert costs.update == pytest.approx((whole_s - 6.0,))
     assert whole_s > 20e6 * SUM_S_PER_BYTE
     assert costs_of_plan(replace(plan, zero=1), profile, hosts).update == pytest.approx((whole_s,))
+
+
+def test_what_sums_hide_is_by_the_devices_of_the_plan_and_the_samples_of_its_slices():
+    """Devices 2 and 3 take half of the time of the others, and so do halves of a micro-batch."""
+    layers = tuple(
+        replace(layer, parameter_bytes=5 * 10**6, backward=layer.forward) for layer in PROFILE
+    )
+    profile = replace(PROFILE, layers=layers)
+    devices = (Device("d", 10**12, "cpu"),) * 2 + (Device("e", 10**12, "cpu"),) * 2
+    hosts = replace(FOUR, devices=devices, devices_per_node=1, between=FOUR.inside)
+    whole_s = all_reduce_seconds((0, 1), 20e6, hosts)
+    by_kind = {"d": profile, "e": scale_profile(profile, 0.5)}
+    plan = replace(replicated_plan(), devices=(2, 3))
+    assert costs_of_plan(plan, by_kind, hosts).update == pytest.approx((whole_s - 3.0,))
+    programs = tuple(f"0F{n} 0B{n} 0F{n + 1} 0B{n + 1} 0U1" for n in (0, 2))
+    halves = Slicing("samples", ((0.5, 0.5), (0.5, 0.5)))
+    sliced = replace(replicated_plan(), programs=programs, slicing=halves, batch=4)
+    by_kind["e"] = profile
+    assert costs_of_plan(sliced, by_kind, hosts).update == pytest.approx((whole_s - 6.0,))
+
+
+def test_selected_layers_run_again_at_the_pace_of_the_plan_s_devices():
+    """Two on one node slow each other down, and those that the plan leaves idle do not."""
+    shared = replace(FOUR, devices=(Device("d", 10**9, together=2.0),) * 4)
+    plan = replace(a_plan(), recompute="selective", recomputed=(0, 3))
+    for devices, pace in (((2, 3), 2.0), ((3, 0), 1.0)):
+        costs = costs_of_plan(replace(plan, devices=devices), PROFILE, shared)
+        assert costs.recompute == (1.0 * pace, 4.0 * pace)
+    alone = costs_of_plan(a_plan(), PROFILE, replace(shared, devices_per_node=1))
+    assert alone.forward == (3.0, 7.0)
+    roomy = replace(shared, devices_per_node=4)
+    by_name = costs_of_plan(replace(a_plan(), devices=(0, 1)), PROFILE, roomy)
+    assert costs_of_plan(a_plan(), PROFILE, roomy) == by_name
 
 
 def test_a_plan_runs_its_selected_layers_again():

@@ -134,6 +134,18 @@ def test_one_gpu_among_cpus_ends_buckets_and_copies_but_not_the_hosts_figures():
     assert least_sum_seconds((0, 1), 30.0, mixed) == all_reduce_seconds((0, 1), 30.0, mixed)
 
 
+@pytest.mark.parametrize("kinds", [("cpu", "cpu", "gpu"), ("gpu", "gpu", "cpu")])
+def test_devices_of_other_stages_do_not_count(kinds):
+    """The third rank holds no replica of the stage."""
+    links = Link(0.0, 10.0), Link(0.5, 10.0)
+    both = Cluster("c", tuple(Device(kind, 10**9, kind) for kind in kinds), 1, *links)
+    alone = both.on((0, 1))
+    assert in_buckets((0, 1), both) == in_buckets((0, 1), alone) == (kinds[0] == "cpu")
+    assert sum_memory_copies((0, 1), both) == sum_memory_copies((0, 1), alone)
+    for size in (0.0, 30.0):
+        assert all_reduce_seconds((0, 1), size, both) == all_reduce_seconds((0, 1), size, alone)
+
+
 def test_copies_of_gradients_are_by_stage_and_none_in_waves():
     """Replicas of a wave average weights, which needs no copy of a gradient."""
     cpus = Cluster("c", (Device("c", 10**9, "cpu"),) * 4, 4, Link(0.0, 1.0), Link(0.0, 1.0))

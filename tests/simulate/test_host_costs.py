@@ -173,19 +173,37 @@ def test_ranks_of_one_host_use_the_network_for_other_hosts_only():
     assert stage_costs.forward[1] < stage_costs.forward[0], "stage 0 hands its output over itself"
 
 
-def test_a_boundary_inside_hosts_and_between_them_has_costs_by_micro_batch():
-    """Two pipelines of two stages on three hosts: one is inside a host, the other is not."""
-    case_schedule = schedule("gpipe", 2, 4, replicas=2)
-    on = Cluster("c", (Device("d", 10**9, "cpu"),) * 4, 2, LINK, LINK, node_of=(0, 0, 1, 2))
-    result = schedule_costs(case_schedule, [a_profile()] * 4, [2, 2], on, 8, weight_rule("flush"))
-    inside = [
-        case_schedule.placement[0, number] == 0 for number in range(case_schedule.micro_batches)
-    ]
-    assert result.transfer == (tuple(0.5 if within else MESSAGE_S for within in inside),)
-    hand_over_s = SEND_S + MESSAGE_S
-    network_s = SEND_S + NETWORK_SEND_S + 200 * NETWORK_S_PER_BYTE
-    sends = [hand_over_s if within else network_s for within in inside]
-    assert result.forward[0] == pytest.approx(tuple(4 + second for second in sends))
+def test_a_boundary_on_a_rank_inside_a_host_and_between_hosts_has_costs_by_micro_batch():
+    """Stage 1 has a copy on the rank of stage 0, one on its host, and one on another host, whose
+    link has figures of its own.
+    """
+    text = "0F0 1F0 0F1 0F2 1B0 0B0 0B1 0B2 0U1 1U1\n1F1 1B1 1U1\n1F2 1B2 1U1"
+    between = Link(0.25, 400.0, cpu_s_per_byte=1e-3, cpu_s_per_message=0.125)
+    on = Cluster("c", (Device("d", 10**9, "cpu"),) * 3, 2, LINK, between, node_of=(0, 0, 1))
+    result = schedule_costs(
+        Schedule.parse(text), [a_profile()] * 3, [2, 2], on, 6, weight_rule("flush")
+    )
+    assert result.transfer == ((0.0, 0.5, between.transfer_seconds(200)),)
+    sends = (0.0, SEND_S + MESSAGE_S, SEND_S + 0.125 + 200 * 1e-3)
+    receives = (0.0, RECEIVE_S, RECEIVE_S + 200 * 1e-3)
+    assert result.forward[0] == pytest.approx([4 + second for second in sends])
+    assert result.forward[1] == pytest.approx([4 + second for second in receives])
+    assert result.backward[1] == pytest.approx([12 + second for second in sends])
+
+
+def test_pipelines_on_one_host_have_one_number_for_a_boundary():
+    """Their messages take equally long, whichever ranks they join."""
+    _, stage_costs = costs(a_profile(), "cpu", "gpipe", replicas=2)
+    assert stage_costs.transfer == (0.5,)
+
+
+def test_one_gpu_among_the_ranks_leaves_messages_to_the_links():
+    """Only where all ranks are CPUs do ops take longer by their messages."""
+    devices = (Device("c", 10**9, "cpu"), Device("g", 10**9))
+    on = Cluster("c", devices, 2, LINK, LINK)
+    case_schedule = schedule("1f1b", 2, 4)
+    result = schedule_costs(case_schedule, [a_profile()] * 2, [2, 2], on, 8, weight_rule("flush"))
+    assert (result.forward, result.transfer) == ((4, 4), (MESSAGE_S,))
 
 
 def test_a_card_carries_one_message_at_a_time_in_each_direction():

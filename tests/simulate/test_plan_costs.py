@@ -38,6 +38,8 @@ def test_costs_are_sums_over_each_stage_s_layers():
     assert costs.input_bytes == (14, 2000, 6000)
     assert costs.weight_bytes == (300, 3 * 500 + 3, 1203)
     assert costs.boundary_bytes == (2000, 6000)
+    part = stage_costs(PROFILE, [4], 2.5, FOUR, micro_batches=1)
+    assert part.activation_bytes == (2.5 * 100,), "a batch of two and a half samples"
 
 
 def test_a_stage_keeps_the_input_that_counts_at_a_layer_before_it():
@@ -341,6 +343,40 @@ def test_a_medium_is_shared_where_all_that_crosses_uses_it(
     lengths = [1] * (stages - 1) + [5 - stages]
     costs = stage_costs(PROFILE, lengths, 1, on, micro_batches=2)
     assert place_costs(costs, schedule("gpipe", stages, 2), on).links == links
+
+
+def test_equal_links_inside_nodes_and_between_them_are_several_media():
+    """Each node has a medium of its own, and what goes between them uses another one."""
+    link = replace(LINK, shared=True)
+    on = replace(FOUR, inside=link, between=link).on((0, 1, 2))
+    costs = stage_costs(PROFILE, [1, 1, 2], 1, on, micro_batches=2)
+    assert place_costs(costs, schedule("gpipe", 3, 2), on).links == "duplex"
+
+
+def test_versions_are_of_stages_that_train_and_need_the_bytes_of_their_parts():
+    """A stage without parameters and buffers has one version of nothing."""
+    bare = [replace(layer, parameter_bytes=0, buffer_bytes=0) for layer in PROFILE.layers[:2]]
+    profile = replace(PROFILE, layers=(*bare, *PROFILE.layers[2:]))
+    stream, rule = schedule("pipedream", 2, 1), weight_rule("stash")
+    costs = stage_costs(profile, [2, 2], 1, FOUR, micro_batches=1)
+    assert place_costs(costs, stream, FOUR, rule).weight_versions == (1.0, 1.0)
+    for name in ("gradient_bytes", "optimizer_bytes"):
+        without = replace(costs, **{name: None})
+        assert place_costs(without, stream, FOUR, rule).weight_versions is None
+
+
+def test_the_rounding_of_copies_makes_no_update_of_less_than_nothing():
+    """Three replicas on hosts sum in two further copies; a third of three times a size may be a
+    little more than it.
+    """
+    on = Cluster("c", (Device("c", 10**9, "cpu"),) * 3, 1, LINK, SLOW)
+    case_schedule = schedule("gpipe", 1, 3, replicas=3)
+    for size in range(1, 60):
+        layer = replace(PROFILE.layers[0], parameter_bytes=size)
+        model = replace(PROFILE, layers=(layer,))
+        costs = schedule_costs(case_schedule, [model] * 3, [1], on, 3, weight_rule("flush"))
+        shared = with_plan_zero(costs, case_schedule, model, [1], on, 1)
+        assert shared.update == pytest.approx((all_reduce_seconds(range(3), size, on),))
 
 
 def test_more_stages_than_ranks_are_assumed_to_loop():

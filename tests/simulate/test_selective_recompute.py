@@ -201,6 +201,15 @@ def test_devices_that_differ_run_layers_again_at_their_own_pace():
     assert selected.recompute == (tuple((2.0, 10.0)[rank] for rank in ranks),)
 
 
+def test_bytes_are_those_of_the_largest_micro_batch_also_where_the_mean_is_given():
+    """Three samples in two micro-batches of a stream: one of them has two."""
+    profile = profile_of([(10, 1, 100), (20, 2, 200)])
+    stream = schedule("pipedream", 1, 2)
+    costs = with_selective_recompute(Costs(), stream, [profile], (2,), [1.5, 1.5], Selection((1,)))
+    assert costs.saved_bytes == (2 * (1 + 10 + 100),)
+    assert costs.recompute == (1.5 * 2,)
+
+
 def test_each_slice_has_the_fixed_seconds_of_its_recompute():
     """Two halves of a micro-batch of 4 samples run again with 2 samples each."""
     profile = profile_of([(1, 1, 1)] * 2)

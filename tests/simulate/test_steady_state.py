@@ -273,6 +273,23 @@ def test_the_timeline_is_that_of_batches_amid_a_long_stream(overlap, slowest):
     assert result.bubble_ratio == pytest.approx(1 - work / (3 * count * pace))
 
 
+def test_functions_of_stage_and_micro_batch_go_on_beyond_the_schedule():
+    """A function has a value for every micro-batch; here the first ten are faster than the rest."""
+    stream = schedule("pipedream", 2, 1, batches=6)
+    costs = Costs(forward=lambda _, number: 1.0 if number < 10 else 2.0, backward=2)
+    assert steady(stream, costs).seconds_per_batch == pytest.approx(4.0)
+
+
+def test_a_mean_of_a_short_stream_has_the_timeline_of_its_last_batches():
+    """Every batch takes longer than the one before it; the end of the stream affects all of them."""
+    stream = schedule("pipedream", 3, 1, batches=6)
+    seconds = [[1.0 + number for number in range(6)]] * 3
+    result = steady(stream, Costs(forward=seconds, backward=seconds))
+    assert result.batches == 3
+    forwards = [e for e in result.timeline.compute if e.op.kind is Kind.F and e.op.stage == 0]
+    assert [event.op.micro_batch for event in forwards] == [3, 4, 5]
+
+
 def test_no_stretch_has_more_ops_than_the_limit(monkeypatch):
     """Lengths double as long as the next is within it."""
     lengths = []
