@@ -17,7 +17,7 @@ from penstock.schedule.op import Schedule
 from penstock.simulate import sweep as many
 from penstock.simulate.costs import FIELDS, Costs
 from penstock.simulate.network import Network
-from penstock.simulate.simulate import simulate_schedule
+from penstock.simulate.simulate import peak_memory, simulate_schedule
 from penstock.simulate.sweep import simulate_many
 
 FIGURES = ("makespan", "busy", "bubble_ratio", "span_bubble_ratio", "peak_memory")
@@ -219,6 +219,20 @@ def test_vectors_that_differ_in_one_field_of_memory_have_their_own_peaks(policy,
         outcomes = simulate_many(case_schedule, costs, recompute=policy)
         alone = [simulate_schedule(case_schedule, one, recompute=policy) for one in costs]
         assert list(map(tuple, outcomes.peak_memory.tolist())) == [one.peak_memory for one in alone]
+
+
+@pytest.mark.parametrize("buffers", [True, False])
+@pytest.mark.parametrize("boundary_bytes", [None, 6.0])
+def test_activations_on_their_way_to_a_partner_count_in_the_peaks_of_many(boundary_bytes, buffers):
+    """Both ranks hold them for a while, whatever else the costs tell of messages."""
+    case_schedule = schedule("bpipe", 4, 6)
+    plain = Costs(
+        activation_bytes=40.0, boundary_bytes=boundary_bytes, boundary_buffers=buffers, offload=0.25
+    )
+    costs = [plain, replace(plain, offload=5.0), replace(plain, activation_bytes=30.0)]
+    alone = [simulate_schedule(case_schedule, vector).peak_memory for vector in costs]
+    assert alone[0] != peak_memory(case_schedule, plain)
+    assert list(map(tuple, simulate_many(case_schedule, costs).peak_memory.tolist())) == alone
 
 
 @pytest.mark.parametrize("overlap", [True, False])

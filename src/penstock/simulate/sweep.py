@@ -207,7 +207,9 @@ class _Batch:
         """Return the peak bytes, (vectors, ranks)."""
         tables, amounts = self.tables, self.tables.amounts
         ranks = tables.dependencies.ranks
-        depends_on_times = self.buffers and "boundary_bytes" in amounts.arrays
+        # Buffers, and activations on their way to a partner, are held until they have arrived.
+        moves = tables.dependencies.ops.of_kind(*ACTIVATION_MOVES).any()
+        depends_on_times = moves or (self.buffers and "boundary_bytes" in amounts.arrays)
         arrays = [amounts.arrays[name] for name in _MEMORY_FIELDS if name in amounts.arrays]
         same = all(len(array) == 1 or (array == array[0]).all() for array in arrays)
         if same and not depends_on_times:
@@ -221,7 +223,7 @@ class _Batch:
     def _timed_peaks(self, tables: Tables) -> tuple[int, ...]:
         """Return the peak bytes of every rank, including buffers, for one vector."""
         times = times_of(tables, tables.seconds[0], self.mode.overlap, self.links, self.network)
-        return tuple(curve.peak for curve in Memory(tables, times).curves)
+        return tuple(curve.peak for curve in Memory(tables, times, self.buffers).curves)
 
     def _one_by_one(self, seconds: Array) -> tuple[Array, Array]:
         """Return the makespan and the longest span of a rank, vector by vector."""
