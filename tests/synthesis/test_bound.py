@@ -248,9 +248,9 @@ def slow_seconds(problem, counts):
             held += problem.costs.memory[s] * route.m * route.seconds_held(s)
             firsts.append(route.head_f[s, 0])
         stages = {copy % p for copy in copies}
-        jobs += [(0.0, update[s], 0.0) for s in stages]
         by_memory = min(firsts) + held / problem.limits[rank] + min(update[s] for s in stages)
-        least = max(least, preemptive(jobs), by_memory)
+        work = sum(seconds for _, seconds, _ in jobs) + sum(update[s] for s in stages)
+        least = max(least, work, preemptive(jobs), by_memory)
     return least
 
 

@@ -76,8 +76,6 @@ def seconds_of(problem: Problem, counts: tuple[int, ...]) -> float:
         jobs: list[Job] = []
         for copy in copies:
             jobs += routes[copy // stages].jobs(copy % stages)
-        for stage in {copy % stages for copy in copies}:
-            jobs.append((0.0, update[stage], 0.0))
         memory_seconds = sum(
             routes[copy // stages].memory_seconds(copy % stages) for copy in copies
         )
