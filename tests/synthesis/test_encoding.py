@@ -74,6 +74,8 @@ def test_evictions_and_more_ops_than_the_search_has_cannot_be_encoded():
     spec = problem.spec((8,))
     assert max_ops(spec) == 24
     assert encode(problem, spec, schedule("bpipe", 4, 8)) is None
+    assert encode(problem, spec, schedule("seq1f1b", 4, 8, slices=2)) is None
+    assert encode(problem, spec, schedule("pipedream", 4, 8)) is None
     encoding = encode(problem, spec, schedule("zb-h1", 4, 8))
     assert encoding.lengths.tolist() == [
         sum(op.kind is not Kind.U for op in program) for program in schedule("zb-h1", 4, 8).programs
@@ -195,9 +197,10 @@ def test_only_the_two_halves_of_one_micro_batch_are_joined(text, joined):
     assert " ".join(map(str, program)) == joined
 
 
-def test_a_whole_backward_that_costs_as_much_up_to_rounding_replaces_its_halves():
-    """0.1 + 0.7 is 0.7999999999999999 in floats, below 0.8."""
-    costs = Costs(forward=(1.0,), input_grad=(0.1,), weight_grad=(0.7,), backward=(0.8,))
+@pytest.mark.parametrize("forward", [0.0, 1.0])
+def test_a_whole_backward_that_costs_as_much_up_to_rounding_replaces_its_halves(forward):
+    """0.1 + 0.7 is 0.7999999999999999 in floats, below 0.8; so is the makespan without forwards."""
+    costs = Costs(forward=(forward,), input_grad=(0.1,), weight_grad=(0.7,), backward=(0.8,))
     problem = problem_of(costs, 1, Constraints("linear"))
     spec = problem.spec((1,))
     encoding, work = encode(problem, spec, schedule("zb-h1", 1, 1)), make_workspace(spec)

@@ -173,15 +173,24 @@ def test_messages_of_a_link_leave_one_after_the_other_in_the_order_of_their_ops(
     assert proof.lower_bound == pytest.approx(least)
 
 
-@pytest.mark.parametrize(("placement", "seed", "micro_batches"), [("v", 14, 2), ("v", 19, 3)])
-def test_an_optimal_schedule_is_proved_and_not_replaced(placement, seed, micro_batches):
-    """Only a shorter one is returned; here the bound alone does not prove it."""
+@pytest.mark.parametrize(
+    ("placement", "seed", "micro_batches", "unit_s"),
+    [("v", 14, 2, 1.0), ("v", 19, 3, 1.0), ("v", 14, 2, 1 / 7)],
+)
+def test_an_optimal_schedule_is_proved_and_not_replaced(placement, seed, micro_batches, unit_s):
+    """Only a shorter one is returned; here the bound alone does not prove it. Sevenths are rounded
+    down to ticks, which makes no schedule shorter.
+    """
     problem = random_problem(seed, placement, micro_batches, most_transfer=7)
+    rows = [tuple(seconds * unit_s for seconds in row) for row in problem.costs.seconds]
+    names = ("forward", "input_grad", "weight_grad", "backward", "update", "up", "down")
+    scaled = replace(problem.costs, **dict(zip(names, rows, strict=True)))
+    problem = replace(problem, costs=scaled)
     costs, bad = problem.costs.costs(), one_at_a_time(problem)
     makespan = simulate_schedule(bad, costs).makespan
     best = prove(problem, bad, makespan, time.monotonic() + 60).schedule
     makespan = simulate_schedule(best, costs).makespan
-    assert lower_bound(problem) < makespan - 0.5
+    assert lower_bound(problem) < makespan - 0.5 * unit_s
     proof = prove(problem, best, makespan, time.monotonic() + 60)
     assert (proof.schedule, proof.lower_bound) == (None, pytest.approx(makespan))
 
@@ -214,6 +223,17 @@ def test_limits_of_whole_micro_batches_are_those_of_a_sum(limits):
     assert proof.lower_bound == pytest.approx(optimum(problem))
     for peak, limit in zip(held(proof.schedule or bad, costs), limits, strict=True):
         assert peak <= limit
+
+
+def test_a_limit_that_is_met_up_to_rounding_holds_the_optimum():
+    """Three times 0.1 is 0.30000000000000004 in floats."""
+    costs = Costs(forward=(1.0, 1.0), backward=(1.0, 3.0), activation_bytes=(0.1, 0.1))
+    problem = problem_of(costs, 3, Constraints("linear", 0.3, split=False))
+    bad = one_at_a_time(problem)
+    assert simulate_schedule(bad, costs).makespan == 18
+    proof = prove(problem, bad, 18.0, time.monotonic() + 60)
+    assert proof.schedule is not None
+    assert simulate_schedule(proof.schedule, costs).makespan == proof.lower_bound == 14
 
 
 @pytest.mark.parametrize("micro_batches", [2, 3])

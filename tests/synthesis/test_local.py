@@ -350,6 +350,26 @@ def test_annealing_starts_from_the_pool_or_the_best_of_a_split(monkeypatch):
         calls.clear()
 
 
+def test_annealing_starts_from_every_split_that_the_pool_has_lost(monkeypatch):
+    """The shortest programs of a split may be behind those of all others before annealing."""
+    search = small_search("bidirectional", 6)
+    for number, (first, seconds) in enumerate(((3, 1.0), (2, 9.0), (4, 9.5))):
+        search.add(candidate(search.case((first, 6 - first)), seconds, number))
+    for number in range(POOL):
+        search.add(candidate(search.case((3, 3)), 1.0, 10 + number))
+    splits = []
+
+    def anneal(spec, *_):
+        """Record the split."""
+        splits.append(int(spec.counts[0]))
+        return 99.0
+
+    monkeypatch.setattr(local, "anneal", anneal)
+    for _ in range(60):
+        search._anneal()
+    assert set(splits) == {2, 3, 4}
+
+
 def test_annealing_keeps_the_rule_of_programs_that_it_leaves_as_they_are():
     """At the goal it makes no move; else the programs are no longer those of a rule."""
     search = small_search()

@@ -292,6 +292,7 @@ def test_of_equal_schedules_of_the_zoo_the_first_is_named():
     result = synthesise(costs, 4, Settings(split=False, budget_s=0))
     gpipe = simulate_schedule(schedule("gpipe", 3, 4), costs).makespan
     assert (result.zoo, result.zoo_makespan) == ("1f1b", gpipe)
+    assert result.schedule.programs == schedule("1f1b", 3, 4).programs
 
 
 class Recorder:

@@ -32,6 +32,13 @@ def test_an_update_moves_into_the_time_in_which_its_rank_waits():
     assert early(text, **fields) == ("0F0 2F0 2B0 2U1 0B0 0U1\n1F0 1B0 1U1", 2.0)
 
 
+def test_an_update_moves_behind_the_weight_gradient_of_a_split_backward():
+    """Its weights must not change before the gradients are complete."""
+    text = "0F0 2F0 2I0 2W0 0B0 0U1 2U1\n1F0 1B0 1U1"
+    fields = {"forward": (1.0,) * 3, "input_grad": 1.0, "weight_grad": 1.0, "update": (0.0, 0.0, 2)}
+    assert early(text, **fields) == ("0F0 2F0 2I0 2W0 2U1 0B0 0U1\n1F0 1B0 1U1", 1.0)
+
+
 def test_an_update_that_shortens_nothing_stays():
     """A rank that never waits is as fast either way."""
     text = "0F0 1F0 1B0 0B0 0U1 1U1"
