@@ -171,6 +171,6 @@ def _is_expanded(shape: tuple[int, ...], stride: Stride) -> bool:
 
 def _shift(tensor: Tensor) -> int:
     """Return a tensor's offset in a cache line of host memory, in elements."""
-    if tensor.device.type != "cpu" or not tensor.numel():
+    if tensor.device.type != "cpu":
         return 0
     return tensor.data_ptr() % _LINE_BYTES // tensor.itemsize
