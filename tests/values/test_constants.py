@@ -48,6 +48,12 @@ class Plain:
     """An object whose class says nothing of equality."""
 
 
+class Listed:
+    """A class with the members of an enum, which is none."""
+
+    __members__ = {"RED": 1}  # noqa: RUF012 - as enums have it
+
+
 class Stubborn:
     """An object that cannot be compared."""
 
@@ -113,7 +119,9 @@ def test_objects_are_compared_by_their_class_which_may_refuse():
     assert same_constant(stubborn, stubborn)
     assert not same_constant(plain, Plain())
     assert not same_constant(stubborn, Stubborn())
-    assert same_constant(float("nan"), float("nan"))
+    for number in (float, np.float32, np.float64, complex):
+        assert same_constant(number("nan"), number("nan"))
+        assert not same_constant(number("-0.0"), number("0.0"))
 
 
 def test_equal_constants_share_a_key_and_different_ones_do_not():
@@ -162,6 +170,8 @@ H = torch.zeros(1)
         lambda tensor: lambda x=tensor: x,
         lambda tensor: lambda *, x=tensor: x,
         lambda tensor: np.array([None, tensor], dtype=object),
+        lambda tensor: np.array([(1, tensor)], dtype=[("n", int), ("o", object)]),
+        lambda tensor: np.array([[(1, {"a": tensor})]], dtype=[("n", int), ("o", object)]),
         generator_of,
         lambda tensor: nn.ParameterList([tensor]),
         lambda tensor: iter([tensor]),
@@ -287,6 +297,7 @@ def test_other_objects_are_refused_with_advice(value, message):
         {"class": "os:system"},
         {"enum": ["builtins:int", "real"]},
         {"enum": [f"{Colour.__module__}:Colour", "GREEN"]},
+        {"enum": [f"{Colour.__module__}:Listed", "RED"]},
         {"enum": [f"{Colour.__module__}:Colour", "__class__"]},
         {"tuple": [1, {"pickle": 2}]},
     ],
@@ -294,7 +305,8 @@ def test_other_objects_are_refused_with_advice(value, message):
 )
 def test_what_encode_does_not_write_is_refused(text):
     """It comes from another process."""
-    encode(Colour.RED)  # remembers the class, whose module the test runner may not have loaded
+    # Remembers the classes, whose module the test runner may not have loaded.
+    encode([Colour.RED, Listed])
     with pytest.raises(RunError):
         decode(text)
 

@@ -111,13 +111,14 @@ def holds_tensor(value: Any) -> bool:
 
 
 def _reachable(value: Any) -> list[Any]:
-    """Return the objects that a value refers to directly, without classes and modules' globals."""
+    """Return the objects that a value refers to directly, without modules' globals."""
     if isinstance(value, types.FunctionType):  # its globals belong to the module, not to it
         parts = (value.__closure__, value.__defaults__, value.__kwdefaults__, value.__dict__)
         return [referent for referent in parts if referent]
     if isinstance(value, np.ndarray):
-        return list(value.flat) if value.dtype.hasobject else []
-    return [referent for referent in gc.get_referents(value) if not isinstance(referent, type)]
+        # As a list: elements with fields would be scalars, whose objects are not searched.
+        return [value.tolist()] if value.dtype.hasobject else []
+    return gc.get_referents(value)
 
 
 def encode(value: Any) -> Any:
