@@ -137,6 +137,8 @@ def test_more_parts_than_samples_is_the_same_as_single_samples():
             [1, 2, 3, 4],
             r"^the targets of a batch must be .* these have no tensors$",
         ),
+        (torch.eye(4).to_sparse(), torch.ones(4), r"^the inputs of a batch have a sparse tensor"),
+        (torch.eye(4), torch.eye(4).to_sparse(), r"^the targets of a batch have a sparse tensor"),
         (torch.ones(4, 2), torch.ones(3), r"^a batch has 4 inputs and 3 targets$"),
         (torch.ones(3, 2), torch.ones(4), r"^a batch has 3 inputs and 4 targets$"),
         (torch.ones(0, 3), torch.ones(0), r"^the inputs of a batch must be .* have \(0, 3\)$"),

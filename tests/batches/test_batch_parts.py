@@ -92,6 +92,14 @@ def test_tensors_that_share_memory_are_separate_afterwards():
     assert x.tolist() == [[0.0, 1.0], [2.0, 3.0]]
 
 
+def test_copies_of_tensors_that_share_memory_are_contiguous():
+    """Their strides would be known to this process alone."""
+    x = torch.arange(6.0).reshape(3, 2).t()
+    part = BatchPart([x, x[:, :1]], [0, 1], 2)
+    assert all(tensor.is_contiguous() for tensor in part.value)
+    assert part.value[0].tolist() == [[0.0, 2.0, 4.0], [1.0, 3.0, 5.0]]
+
+
 def test_values_that_share_no_memory_are_not_copied():
     """A batch may be large."""
     x, y = torch.zeros(2, 3), torch.zeros(2)

@@ -202,7 +202,9 @@ def test_inputs_are_cut_from_one_copy_on_a_device_and_passed_on_from_the_host(co
     assert part["a"].tolist() == [3.0, 4.0]
     assert (whole["b"][1], part["b"][1]) == (3, 3)
     assert copies == []
-    whole, part = whole_inputs(batch, META), micro_batch_inputs(batch, 1, META)
+    whole = whole_inputs(batch, META)
+    assert len(copies) == 2
+    part = micro_batch_inputs(batch, 1, META)
     assert forms([whole["a"], whole["b"][0]]) == [((5,), (1,)), ((5, 2), (2, 1))]
     assert forms([part["a"], part["b"][0]]) == [((2,), (1,)), ((2, 2), (2, 1))]
     assert whole["a"].device == part["b"][0].device == META

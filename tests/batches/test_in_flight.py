@@ -7,6 +7,7 @@ import torch
 
 from penstock.batches.batch import Batch, make_batch
 from penstock.batches.in_flight import BatchesInFlight
+from penstock.schedule.slicing import Slicing
 
 
 def batch(samples, step=0):
@@ -35,6 +36,18 @@ def test_numbers_are_counted_through_all_batches_of_a_stream():
         assert entry is not None
         assert entry[0] is batches[index]
         assert entry[1] == place
+
+
+def test_numbers_are_those_of_slices_where_sequences_are_cut():
+    """A batch of two micro-batches in four slices has the numbers of four ops."""
+    slicing = Slicing("tokens", ((0.5, 0.5), (0.5, 0.5)))
+    entry = make_batch(torch.zeros(2, 4), None, 2, step=0, training=True, slicing=slicing)
+    in_flight = BatchesInFlight(4)
+    in_flight.add(1, entry)
+    for batches, first in ((in_flight, 4), (BatchesInFlight.alone(entry), 0)):
+        assert [batches.find(first + number) for number in range(4)] == [
+            (entry, number) for number in range(4)
+        ]
 
 
 def test_a_batch_that_was_taken_or_cleared_is_not_there_any_more():

@@ -148,6 +148,7 @@ REFERENCES = {
     "setter": lambda cls: new_class("Holder", value=property(None, closure(cls))),
     "field": lambda cls: new_class("Holder", __annotations__={"x": cls}),
     "class attribute": lambda cls: new_class("Holder", value=[{"a": (cls,)}]),
+    "mapping view": lambda cls: new_class("Holder", value=types.MappingProxyType({"a": cls})),
     "set": lambda cls: new_class("Holder", value=frozenset({cls})),
     "base": lambda cls: type("Holder", (cls,), {"__module__": "elsewhere"}),
 }
@@ -242,12 +243,12 @@ def test_a_class_that_a_module_has_is_not_remembered():
 
 
 @pytest.mark.parametrize(
-    "annotation", ["Wanted2", "a.Wanted2", "dict[str, 'Wanted2']", "_2 | Wanted2"]
+    "annotation", ["Wanted2", "a.Wanted2", "dict[str, 'Wanted2']", "_2 | Wanted2", "Wanted_2"]
 )
-def test_words_of_annotations_may_have_digits(annotation):
+def test_words_of_annotations_may_have_digits_and_underscores(annotation):
     """They are names as any other."""
     cls = new_class()
-    names = {"Wanted2": cls, "Wanted": new_class("Other")}
+    names = {"Wanted2": cls, "Wanted_2": cls, "Wanted": new_class("Other")}
     exec(f"def function(x: {annotation!r}): ...", names)
     remember_code([names["function"]])
     assert is_found(cls)

@@ -28,6 +28,18 @@ def test_results_are_read_at_once_in_batches_1_2_4_8_and_every_16th():
     assert immediate == [1, 2, 4, 8, 16, 32, 48, 64]
 
 
+def test_a_run_that_goes_back_to_an_earlier_step_counts_its_batches():
+    """It continues from a checkpoint: batch 2 is read at once, whatever its step."""
+    checks = on_accelerator()
+    checks.begin(10)
+    checks.add(NO, "nothing")
+    checks.begin(3)
+    assert not checks.pending
+    checks.add(YES, "wrong")
+    with pytest.raises(RunError, match=r"^wrong\. This was seen in the batch of step 3"):
+        checks.read()
+
+
 def test_nothing_is_deferred_on_the_cpu():
     """There is no device to wait for."""
     checks = DeferredChecks(torch.device("cpu"))

@@ -37,6 +37,7 @@ from penstock.values.kinds import (
     REGISTERED,
     RESULT,
     SEQUENCE,
+    SPARSE,
     TUPLE,
     VIEW,
     check_context,
@@ -203,6 +204,7 @@ pytree.register_pytree_node(Node, lambda node: (node.parts, "c"), lambda parts, 
         (functools.partial, None),
         (type("Call", (functools.partial,), {}), None),
         (ast.Module, None),
+        (type("Heir", (Closing,), {}), None),
         (type("ClosingRow", (list,), {"__del__": Closing.__del__}), None),
         (type("ClosingTable", (OrderedDict,), {"__del__": Closing.__del__}), None),
         (type("Referenced", (), {"__slots__": ("h", "__weakref__")}), OBJECT),
@@ -334,6 +336,24 @@ def test_contexts_differ_where_keys_differ_in_type():
     assert DICT.split({"a": 1, "b": 2})[0] != DICT.split({"b": 1, "a": 2})[0]
     assert DEQUE.split(deque([1], 2))[0] != DEQUE.split(deque([1], 3))[0]
     assert DEFAULT.split(defaultdict(int))[0] != DEFAULT.split(defaultdict(list))[0]
+
+
+def test_a_sparse_tensor_has_its_duplicate_indices_unless_it_has_a_gradient():
+    """Values of duplicates have no gradients of their own; without one they are summed at its use."""
+    indices, values = torch.tensor([[1, 0, 1]]), torch.tensor([1.0, 2.0, 4.0])
+    plain = torch.sparse_coo_tensor(indices, values, (3,), check_invariants=False)
+    context, parts = SPARSE.split(plain)
+    assert (context, [part.tolist() for part in parts]) == (((3,), False), [[[1, 0, 1]], [1, 2, 4]])
+    rebuilt = SPARSE.build(torch.Tensor, context, parts)
+    assert not rebuilt.is_coalesced()
+    assert rebuilt.to_dense().tolist() == [2.0, 5.0, 0.0]
+    trained = torch.sparse_coo_tensor(
+        indices, values.requires_grad_(), (3,), check_invariants=False
+    )
+    context, (places, sums) = SPARSE.split(trained)
+    assert (context, places.tolist()) == (((3,), True), [[0, 1]])
+    SPARSE.build(torch.Tensor, context, [places, sums]).to_dense().pow(2).sum().backward()
+    assert values.grad.tolist() == [2 * 5.0, 2 * 2.0, 2 * 5.0]
 
 
 def test_a_context_of_torchs_pytree_is_compared_by_its_value():

@@ -97,6 +97,19 @@ def test_keys_keep_their_types_and_order():
     assert parse(dump(flatten({True: H})[1])) != flatten({1: H})[1]
 
 
+def test_a_class_that_is_sent_is_the_one_of_its_name_again():
+    """Another rank may send it back, although a later class has had the name since."""
+
+    def new_class():
+        return type("Local", (), {"__module__": "elsewhere"})
+
+    first, second = new_class(), new_class()
+    structures = [flatten(cls())[1] for cls in (first, second)]
+    text = dump(structures[0])
+    assert parse(text) == structures[0]
+    assert parse(text).cls is first
+
+
 def test_a_leaf_is_one_word():
     """Most messages are one tensor."""
     assert dump(LEAF) == "leaf"
