@@ -5,12 +5,15 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from tests.synthesis.requests import UNEVEN
+from tests.synthesis.requests import UNEVEN, held, problem_of
 
 from penstock.errors import MissingExtra, ScheduleError, SettingError
 from penstock.schedule.catalogue import schedule
 from penstock.simulate.costs import Costs
-from penstock.synthesis import local
+from penstock.synthesis import exact, local
+from penstock.synthesis import synthesise as module
+from penstock.synthesis.bound import lower_bound
+from penstock.synthesis.problem import Constraints
 from penstock.synthesis.synthesise import MOST_S, Settings, _result, _run_all, synthesise
 
 
@@ -180,3 +183,28 @@ def test_the_result_is_the_shortest_schedule_with_the_lowest_bound_and_all_round
     assert result.schedule.options == result.facts()
     tasks[1].makespan = 10.0
     assert _result(tasks, cut_short=False).proved
+
+
+def test_pairs_without_seconds_of_their_own_are_proved_as_their_ops(monkeypatch):
+    """They take as long as the two ops, so that the limit bounds them too; the model has none."""
+    costs = Costs(forward=(2.0,) * 3, backward=(4.0,) * 3, transfer=5.0)
+    paired, proved = schedule("fbp-as", 3, 8), []
+    limits = tuple(held(paired, costs))
+    monkeypatch.setattr(module, "candidates", lambda _: [paired])
+
+    def prove(problem, best, *_):
+        """Record the schedule, and prove nothing."""
+        proved.append(best)
+        return exact.Proof(None, 0.0)
+
+    monkeypatch.setattr(exact, "prove", prove)
+    options = Settings(split=False, budget_s=0, memory_limit=limits, exact=True)
+    result = synthesise(costs, 8, options)
+    assert result.schedule.programs == paired.programs
+    limited, free = (
+        lower_bound(problem_of(costs, 8, Constraints("linear", limit, split=False)))
+        for limit in (limits, None)
+    )
+    assert result.lower_bound == limited > free
+    (best,) = proved
+    assert (best.programs, len(best.pairs)) == (paired.programs, 0)
