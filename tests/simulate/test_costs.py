@@ -52,12 +52,15 @@ def test_lists_are_kept_as_tuples_of_floats():
     numbers[0] = 99
     assert costs.forward == (1.0, 2.0, 3.0, 1.0)
     assert hash(costs) == hash(Costs(forward=(1, 2, 3, 1)))
+    assert Costs(forward=range(1, 4)).forward == (1.0, 2.0, 3.0)
+    assert Costs(forward=[range(2), 1]).forward == ((0.0, 1.0), 1.0)
 
 
 def test_one_number_stands_for_all_stages():
     """Most examples have equal stages."""
     assert Costs(forward=2).spread("forward", 3) == (2.0, 2.0, 2.0)
     assert Costs(transfer=2).spread("transfer", 0) == ()
+    assert Costs(transfer=()).spread("transfer", 0) == ()
     assert Costs().spread("backward", 3) is None
 
 
