@@ -25,6 +25,7 @@ def test_settings_are_kept_as_plain_lists_and_values():
         42,
         "except_last",
     )
+    assert pipe(torch.ones(2, 1)).shape == (2, 1)
 
 
 @pytest.mark.parametrize("make", [copy.deepcopy, lambda pipe: pickle.loads(pickle.dumps(pipe))])
@@ -59,7 +60,8 @@ def test_modes_reach_the_layers_and_evaluation_keeps_running_statistics():
 
 def test_it_takes_over_the_mode_of_the_model():
     """A model in evaluation mode stays in it."""
-    assert not Pipe(make_model().eval(), [5], devices=1).training
+    pipe = Pipe(make_model().eval(), [2, 3], devices=2)
+    assert not any(part.training for part in pipe.modules())
 
 
 def test_layers_keep_the_modes_that_they_have():
@@ -83,12 +85,25 @@ def test_an_empty_pipe_returns_its_input_and_refuses_what_is_no_tensor():
 def test_deferred_batch_norm_gets_the_whole_batchs_running_statistics():
     """Also from a last batch of fewer micro-batches, and with micro-batches that run twice."""
     plain, pipe = make_model(), make_pipe(deferred_batch_norm=True, checkpoint="always", chunks=4)
+    assert pipe[3].micro_batches == 4
     for samples in (14, 6):
         x = torch.randn(samples, 4)
         plain(x)
         pipe(x).sum().backward()
     for name in ("running_mean", "running_var", "num_batches_tracked"):
         torch.testing.assert_close(getattr(pipe[3], name), getattr(plain[3], name))
+
+
+def test_a_deferred_norm_that_trains_in_an_evaluated_model_sees_every_batch():
+    """Also one of fewer micro-batches: the norm is updated at its end, as in the plain model."""
+    plain, pipe = make_model().eval(), make_pipe(deferred_batch_norm=True, chunks=4).eval()
+    for samples in (8, 6, 8):
+        x = torch.randn(samples, 4)
+        for model in (plain, pipe):
+            model[3].train()
+            model(x)
+    torch.testing.assert_close(pipe[3].running_mean, plain[3].running_mean)
+    assert pipe[3].num_batches_tracked == 3
 
 
 @pytest.mark.parametrize(
@@ -136,28 +151,37 @@ def test_a_change_of_one_setting_holds_from_the_next_batch_with_a_loss():
     assert pipe.partitions[1][0].weight.grad is not None
     pipe.chunks = 4
     assert first_passes() == [True] * 4
+    pipe.schedule = "gpipe"
+    assert first_passes() == [True] * 4
+    assert pipe._scheduled_run(pipe.loss).schedule.name == "gpipe"
 
 
-def test_a_traced_model_whose_layer_begins_to_draw_has_new_stages_under_a_schedule():
-    """The layer draws from its own stream, as in a Pipe that is made of the changed model. Stages
+@pytest.mark.parametrize("schedule", ["1f1b", None])
+def test_a_traced_model_whose_layer_begins_to_draw_has_new_stages(schedule):
+    """Under a schedule and without one. The layer draws from its own stream, as in a Pipe that is made of the changed model. Stages
     that were built of the earlier graphs would not seed it.
     """
 
     def make(rate):
         model = traced.make_model(rate)
-        settings = {"schedule": "1f1b", "loss": loss_of, "checkpoint": "always"}
-        return model, traced.make_pipe(model, (1, 3), **settings)
+        settings = {"schedule": schedule, "loss": loss_of} if schedule else {}
+        return model, traced.make_pipe(model, (1, 3), checkpoint="always", **settings)
 
     def loss_of(output, target):
         return functional.cross_entropy(output["scores"], target)
 
+    def compute_loss(pipe):
+        if schedule:
+            return pipe(traced.X, traced.Y)
+        return loss_of(pipe(traced.X), traced.Y)
+
     model, pipe = make(0.0)
-    pipe(traced.X, traced.Y)
+    compute_loss(pipe)
     model.dropout.p = 0.5
     results = []
     for other in (pipe, make(0.5)[1]):
         torch.manual_seed(1)
-        loss = other(traced.X, traced.Y)
+        loss = compute_loss(other)
         loss.backward()
         results.append((loss.detach(), [weight.grad for weight in other.parameters()]))
     torch.testing.assert_close(results[0], results[1])

@@ -245,6 +245,35 @@ def test_autocast_keeps_no_copies_of_weights_where_there_are_recomputes():
 
 
 @pytest.mark.parametrize("threads", [False, True])
+@pytest.mark.parametrize("mode", ["never", "except_last", "always"])
+def test_mixed_precision_of_the_caller_holds_in_all_threads_and_in_the_recompute(mode, threads):
+    """Weights' copies made without a graph must not serve a micro-batch with one: gradients would
+    be lost.
+    """
+    torch.manual_seed(1)
+    model, x = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)), torch.randn(6, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = torch.cat([model(part) for part in x.chunk(3)])
+        expected_grads = torch.autograd.grad(
+            expected.float().square().sum(), list(model.parameters())
+        )
+    pipe = Pipe(model, [1, 2], devices=2, chunks=3, checkpoint=mode)
+    pipe(x)
+    for choice in pipe._engine.choices.values():
+        choice.forced = threads
+    with torch.autocast("cpu", torch.bfloat16):
+        output = pipe(x)
+    assert output.dtype is torch.bfloat16
+    torch.testing.assert_close(output, expected)
+    torch.testing.assert_close(
+        torch.autograd.grad(output.float().square().sum(), list(model.parameters())),
+        expected_grads,
+        rtol=0.02,
+        atol=0.02,
+    )
+
+
+@pytest.mark.parametrize("threads", [False, True])
 def test_the_time_of_an_op_is_the_cpu_time_of_all_threads_divided_by_the_number_of_ops(
     threads, monkeypatch
 ):
@@ -260,3 +289,20 @@ def test_the_time_of_an_op_is_the_cpu_time_of_all_threads_divided_by_the_number_
     assert pipe._engine.choices["backward"].seconds_per_op == float("inf")
     output.sum().backward()
     assert pipe._engine.choices["backward"].seconds_per_op == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("layer", "shared"), [(Noting, False), (nn.Identity, True)])
+def test_threads_inside_ops_are_shared_unless_layers_run_in_turn(layer, shared, monkeypatch):
+    """Layers of the user hold a lock in observed forwards, of which this is the first."""
+    calls = []
+    pipe = Pipe(nn.Sequential(layer(set()), layer(set())), [1, 1], devices=2, chunks=2)
+    pipe = forced_from_the_start(pipe)
+    run = pipe._engine._threads.run
+
+    def note(jobs, stop, *, in_turn):
+        calls.append(in_turn)
+        run(jobs, stop, in_turn=in_turn)
+
+    monkeypatch.setattr(pipe._engine._threads, "run", note)
+    pipe(torch.ones(4))
+    assert calls == [not shared]

@@ -128,15 +128,20 @@ def test_a_layer_may_have_the_name_of_the_partitions():
     pipe.load_state_dict(plain.state_dict())
     assert torch.equal(pipe[1].inner.weight, plain.partitions.inner.weight)
     assert list(pipe.sequential_state_dict()) == list(plain.state_dict())
+    weights = nn.Sequential(OrderedDict(partitions=nn.ParameterList([torch.ones(2)])))
+    pipe = Pipe(copy.deepcopy(weights), [1], devices=1)
+    pipe.load_state_dict({"partitions.0": torch.zeros(2)})
+    assert pipe[0][0].tolist() == [0.0, 0.0]
 
 
 def test_a_missing_and_an_unexpected_tensor_are_named():
     """Strictness stays what it is."""
     state = make_model().state_dict()
     state["4.extra"] = state.pop("4.bias")
+    state["2"] = torch.ones(1)
     with pytest.raises(
         RuntimeError,
-        match=r'(?s)Missing.*"partitions\.1\.4\.bias".*Unexpected.*"partitions\.1\.4\.extra"',
+        match=r'(?s)Missing.*"partitions\.1\.4\.bias".*Unexpected.*"2", "partitions\.1\.4\.extra"',
     ):
         make_pipe().load_state_dict(state)
 

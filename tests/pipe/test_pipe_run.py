@@ -190,35 +190,6 @@ def test_frozen_layers_get_no_gradient_and_hand_it_on(mode, frozen):
     )
 
 
-@pytest.mark.parametrize("threads", [False, True])
-@pytest.mark.parametrize("mode", MODES)
-def test_mixed_precision_of_the_caller_holds_in_all_threads_and_in_the_recompute(mode, threads):
-    """Weights' copies made without a graph must not serve a micro-batch with one: gradients would
-    be lost.
-    """
-    torch.manual_seed(1)
-    model, x = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)), torch.randn(6, 4)
-    with torch.autocast("cpu", torch.bfloat16):
-        expected = torch.cat([model(part) for part in x.chunk(3)])
-        expected_grads = torch.autograd.grad(
-            expected.float().square().sum(), list(model.parameters())
-        )
-    pipe = Pipe(model, [1, 2], devices=2, chunks=3, checkpoint=mode)
-    pipe(x)
-    for choice in pipe._engine.choices.values():
-        choice.forced = threads
-    with torch.autocast("cpu", torch.bfloat16):
-        output = pipe(x)
-    assert output.dtype is torch.bfloat16
-    torch.testing.assert_close(output, expected)
-    torch.testing.assert_close(
-        torch.autograd.grad(output.float().square().sum(), list(model.parameters())),
-        expected_grads,
-        rtol=0.02,
-        atol=0.02,
-    )
-
-
 def test_one_gradient_for_two_weights_is_not_added_into_itself():
     """Autograd may return one tensor for two weights that are added: sums need tensors of their
     own.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -16,6 +18,8 @@ from penstock.modules.recomputing import is_recomputing
 from penstock.modules.side_loss import side_loss
 from penstock.modules.skippable import pop, skippable, stash
 from penstock.pipe.pipe import Pipe
+from penstock.pipe.pipe_arguments import build_stages, split_layers
+from penstock.pipe.pipe_random import ForwardSeed
 
 
 def test_the_recompute_is_in_the_mode_of_the_forward_and_sees_its_buffers():
@@ -111,8 +115,11 @@ def test_a_layer_that_begins_to_draw_is_refused_its_recompute_once_and_then_allo
     with pytest.raises(RuntimeError, match="had drawn none before"):
         loss.backward()
     x = x.requires_grad_()
+    # By itself a partition draws as any module does.
+    torch.manual_seed(1)
     output = pipe.partitions[0](x)
-    assert output.requires_grad
+    torch.manual_seed(1)
+    torch.testing.assert_close(output, layer(x))
     pipe = Pipe(nn.Sequential(layer), [1], devices=1, chunks=2, checkpoint="always")
     output = pipe(x)
     output.sum().backward()
@@ -267,3 +274,177 @@ def test_a_layer_that_begins_to_change_its_input_in_place_is_refused_once():
         with pytest.raises(RunError, match=r"in place .* had not done so in its first forward"):
             pipe(x)
         torch.testing.assert_close(pipe(x), expected)
+
+
+class Noting(nn.Module):
+    """Notes whether its input requires a gradient."""
+
+    def __init__(self, notes: list[bool]) -> None:
+        super().__init__()
+        self.notes = notes
+
+    def forward(self, x):
+        """Return the input."""
+        self.notes.append(x.requires_grad)
+        return x
+
+
+def test_inputs_of_a_partition_require_gradients_only_where_the_caller_or_a_layer_before_needs_them():
+    """Otherwise a backward would compute gradients of the batch that nobody asks for. Without
+    gradients no input requires one, and what a layer returns as it is does not either.
+    """
+    notes: list[bool] = []
+    layers = nn.Sequential(Noting(notes), nn.Linear(2, 2), Noting(notes))
+    pipe = Pipe(layers, [2, 1], devices=2, checkpoint="never")
+    pipe(torch.ones(4, 2))
+    assert notes == [False, True]
+    notes.clear()
+    pipe(torch.ones(4, 2, requires_grad=True))
+    assert notes == [True, True]
+    notes.clear()
+    pipe.requires_grad_(False)
+    pipe(torch.ones(4, 2))
+    with torch.no_grad():
+        alone = Pipe(nn.Sequential(Noting(notes)), [1])
+        assert not alone(torch.ones(4, 2, requires_grad=True)).requires_grad
+    assert notes == [False, False, False]
+
+
+def test_only_weights_that_are_trained_make_a_backward_necessary():
+    """A frozen partition in front of a trained one records no graph."""
+    layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    layers[0].requires_grad_(False)
+    stage = build_stages(split_layers(layers, [2]), [torch.device("cpu")])[0]
+    weights = stage.begin(ForwardSeed()).weights
+    assert [id(weight) for weight in weights] == [id(weight) for weight in layers[1].parameters()]
+
+
+class Exponential(nn.Module):
+    """Computes a sine of an exponential, of which autograd saves the exponential."""
+
+    def __init__(self, references: list[weakref.ref]) -> None:
+        super().__init__()
+        self.references = references
+
+    def forward(self, x):
+        """Return it."""
+        value = x.exp()
+        self.references.append(weakref.ref(value))
+        return value.sin()
+
+
+def test_a_first_forward_saves_nothing_between_its_inputs_and_its_outputs():
+    """That is why it is recomputed; the last micro-batch, which is not, saves its activations."""
+    references: list[weakref.ref] = []
+    pipe = Pipe(
+        nn.Sequential(nn.Linear(2, 2), Exponential(references), nn.Tanh()), [2, 1], chunks=3
+    )
+    output = pipe(torch.rand(6, 2))
+    gc.collect()
+    assert [reference() is None for reference in references] == [True, True, False]
+    output.sum().backward()
+    assert len(references) == 5
+
+
+class Pair(nn.Module):
+    """Returns two outputs, of which the second has a gradient for positive inputs only."""
+
+    def forward(self, x):
+        """Return them."""
+        return x * 2, x * 3 if bool((x > 0).all()) else x.detach() * 3
+
+
+@pytest.mark.parametrize("mode", ["never", "always"])
+def test_outputs_without_a_gradient_and_gradients_of_none_are_left_out_of_a_backward(mode):
+    """An output that nobody uses has none; one that is a constant in a micro-batch takes none."""
+    x = torch.tensor([[1.0], [-1.0]], requires_grad=True)
+    pipe = Pipe(nn.Sequential(Pair()), [1], chunks=2, checkpoint=mode)
+    for place, expected in ((0, [[2.0], [2.0]]), (1, [[3.0], [0.0]])):
+        x.grad = None
+        pipe(x)[place].sum().backward()
+        assert x.grad.tolist() == expected
+
+
+@skippable(stash=["one", "two"])
+class StashingTwo(nn.Module):
+    """Stashes its input in two ways."""
+
+    def forward(self, x):
+        """Return it."""
+        yield stash("two", x * 3)
+        yield stash("one", x + 5)
+        return x * 1
+
+
+@skippable(pop=["one", "two"])
+class PoppingTwo(nn.Module):
+    """Uses both."""
+
+    def forward(self, x):
+        """Return a combination."""
+        one = yield pop("one")
+        two = yield pop("two")
+        return x + one * two
+
+
+def test_skips_between_two_partitions_are_not_exchanged():
+    """Each has a port of its own, in one order on both sides."""
+    x = torch.rand(4, 2, requires_grad=True)
+    pipe = Pipe(nn.Sequential(StashingTwo(), PoppingTwo()), [1, 1], devices=2, chunks=2)
+    output = pipe(x)
+    expected = x + (x + 5) * (x * 3)
+    torch.testing.assert_close(output, expected)
+    (grad,) = torch.autograd.grad(output.sum(), x)
+    torch.testing.assert_close(grad, torch.autograd.grad(expected.sum(), x)[0])
+
+
+class Penalised(nn.Module):
+    """Has a side loss with a gradient for positive inputs, and a constant one for others."""
+
+    def forward(self, x):
+        """Return the input."""
+        value = x.mean() if bool((x > 0).all()) else torch.ones(())
+        side_loss(value)
+        return x * 1
+
+
+@pytest.mark.parametrize("signs", [(1.0, -1.0), (-1.0, 1.0)])
+def test_a_side_loss_with_a_gradient_in_any_micro_batch_must_be_in_the_loss(signs):
+    """Without it the backward would train another model; constants may be left out."""
+    pipe = Pipe(nn.Sequential(nn.Identity(), Penalised()), [1, 1], devices=2, chunks=2)
+    x = torch.tensor(signs)[:, None].requires_grad_()
+    with pytest.raises(RunError, match=r"have called ps\.side_loss"):
+        pipe(x).sum().backward()
+    pipe(-torch.ones(2, 1, requires_grad=True)).sum().backward()
+    assert not pipe.side_loss.requires_grad
+
+
+def test_masks_differ_by_layer_and_micro_batch_and_stay_under_another_balance():
+    """Layers are counted in the whole model."""
+    masks = []
+    for balance in ([1, 1], [2]):
+        layers = nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.5))
+        pipe = Pipe(layers, balance, devices=2, chunks=2)
+        torch.manual_seed(3)
+        masks.append(pipe(torch.ones(2, 200)))
+    assert torch.equal(*masks)
+    assert not torch.equal(*masks[0])
+    # Equal masks of both layers would leave a half of the numbers, not a quarter.
+    assert 0.15 < float((masks[0] != 0).float().mean()) < 0.35
+
+
+def test_a_backward_that_draws_leaves_the_generator_of_the_caller():
+    """Two partitions that draw in their backwards would otherwise depend on the order of threads."""
+
+    class Noisy(nn.Module):
+        def forward(self, x):
+            x = x * 1
+            x.register_hook(lambda grad: grad * torch.rand(()))
+            return x
+
+    pipe = Pipe(nn.Sequential(Noisy()), [1], chunks=1)
+    for _ in range(3):
+        loss = pipe(torch.ones(2, 2, requires_grad=True)).sum()
+        state = torch.get_rng_state()
+        loss.backward()
+        assert torch.equal(torch.get_rng_state(), state)

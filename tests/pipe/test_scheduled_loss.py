@@ -78,6 +78,36 @@ def test_outputs_and_losses_without_gradients():
     torch.testing.assert_close(pipe.eval()(x), plain(x))
 
 
+def test_a_loss_without_gradients_is_one_number_too():
+    """Of whatever shape; several numbers, or one of Python, are refused as in training."""
+    x, y = batch(8)
+
+    def evaluate(loss):
+        with torch.no_grad():
+            return make_pipe(None, loss=loss)(x, y)
+
+    assert evaluate(lambda output, target: functional.mse_loss(output, target)[None]).shape == ()
+    for loss in (lambda output, target: output, lambda output, target: 3.0):
+        with pytest.raises(SettingError, match="the loss must be"):
+            evaluate(loss)
+
+
+def test_targets_are_moved_to_the_last_partition_for_a_loss_without_gradients(monkeypatch):
+    """The caller has them in host memory."""
+    devices = []
+    output = torch.ones(4, 2, device="meta")
+    monkeypatch.setattr(Pipe, "_output_of", lambda pipe, value: output)
+
+    def loss_of(output, target):
+        devices.append((output.device.type, target["y"][0].device.type))
+        return output.sum()
+
+    pipe = Pipe(nn.Sequential(nn.Linear(2, 2)), [1], devices=["meta"], loss=loss_of)
+    with torch.no_grad():
+        pipe(torch.ones(4, 2), {"y": [torch.ones(4)]})
+    assert devices == [("meta", "meta")]
+
+
 def test_gpipe_with_a_loss_is_called_either_way():
     """Its backwards can wait for the caller's loss."""
     plain, pipe = make_layers(), make_pipe(None, schedule="gpipe")
@@ -182,13 +212,17 @@ def test_a_loss_may_return_a_sum_and_a_count(gradients):
 
 
 def test_a_frozen_model_has_a_loss_without_a_graph():
-    """Nothing is run backwards for it."""
-    plain, pipe = make_layers(), make_pipe(None)
+    """Nothing is run backwards for it, so that its loss need not be divisible."""
+
+    def root(output, target):
+        return functional.mse_loss(output, target).sqrt()
+
+    plain, pipe = make_layers(), make_pipe(None, loss=root)
     x, y = batch(8)
     pipe.requires_grad_(False)
     loss = pipe(x, y)
     assert not loss.requires_grad
-    torch.testing.assert_close(loss, functional.mse_loss(plain(x), y).detach())
+    torch.testing.assert_close(loss, root(plain(x), y).detach())
 
 
 def test_inputs_and_targets_may_be_nested():

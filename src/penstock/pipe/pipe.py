@@ -241,7 +241,7 @@ class Pipe(PipeModule):
             self._prepare_graphs(micro_batches, value)
             if self._engine is None:
                 self._engine = Engine(build_stages(self.partitions, self.devices))
-            if self.training and self.deferred_batch_norm:
+            if self.deferred_batch_norm:
                 deferred.begin(self, len(micro_batches))
             recompute_count = self._recompute_count(len(micro_batches)) if self.training else 0
             output, side_loss = run_forward(self._engine, value, micro_batches, recompute_count)

@@ -197,7 +197,7 @@ class PipeModule(nn.Module):
             for index, partition in enumerate(self.partitions)
             for layer_name in partition._modules
         }
-        for key in [key for key in state_dict if key.startswith(prefix)]:
+        for key in list(state_dict):
             path = key.removeprefix(prefix).split(".")
             if path[0] == "partitions" and len(path) > 2 and path[1].isdigit():
                 path = path[2:]
