@@ -156,6 +156,9 @@ def test_outputs_are_joined_leaf_by_leaf():
     result = joined({"a": first, "b": None}, {"a": second, "b": None})
     assert result["a"].x.tolist() == [[1.0] * 3, [1.0] * 3, [0.0] * 3]
     assert (result["a"].scale, result["b"]) == (2.0, None)
+    parts = [Batch(torch.ones(rows, 1, requires_grad=True) * 2, float("2.5")) for rows in (2, 1)]
+    result = joined(*parts)
+    assert (result.scale, result.x.requires_grad) == (2.5, False)
 
 
 def test_the_output_of_a_single_micro_batch_is_taken_as_it_is():

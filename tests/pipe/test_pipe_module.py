@@ -354,6 +354,8 @@ def test_trainer_counts_targets_as_for_the_model():
     assert pipe.loss_type is None
     model.loss_type = "ForCausalLM"
     assert pipe.loss_type == "ForCausalLM"
+    model.config = SimpleNamespace(is_encoder_decoder=False)
+    assert pipe.loss_type == "ForCausalLM"
     model.config = SimpleNamespace(is_encoder_decoder=True)
     assert pipe.loss_type is None
 

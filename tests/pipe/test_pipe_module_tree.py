@@ -96,6 +96,7 @@ class Buffered(nn.Module):
         super().__init__()
         self.head = nn.Linear(5, 3)
         self.register_buffer("scale", torch.ones(3))
+        self.register_buffer("cache", torch.ones(3), persistent=False)
 
     def forward(self, x):
         """Return the scores."""
@@ -109,8 +110,27 @@ def test_a_buffer_of_a_traced_model_itself_is_loaded_and_saved():
     pipe.load_state_dict({**model.state_dict(), "scale": torch.full((3,), 2.0)})
     assert model.scale.tolist() == [2.0] * 3
     assert pipe.state_dict()["scale"].tolist() == [2.0] * 3
+    assert sorted(inside(pipe).state_dict()) == sorted(inside(model).state_dict())
     with pytest.raises(RuntimeError, match=r'Missing key.*"scale"'):
         pipe.load_state_dict(model.head.state_dict(prefix="head."))
+
+
+class KeywordOnly(Counted):
+    """A model that names all of its keywords."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.accepts_loss_kwargs
+
+    def forward(self, x, *, labels=None):
+        """Return the scores."""
+        return super().forward(x, labels)
+
+
+def test_only_a_model_with_any_keywords_takes_a_number_of_targets():
+    """Names of keywords that it knows say nothing about others."""
+    pipe = ps.Pipe(KeywordOnly(), [1, 1], chunks=1, devices=["cpu"] * 2, example={"x": traced.X})
+    assert not pipe.accepts_loss_kwargs
 
 
 def test_conversions_of_the_pipe_alone_leave_its_layers():

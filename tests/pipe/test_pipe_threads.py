@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from queue import SimpleQueue
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from penstock.pipe import pipe_threads
 from penstock.pipe.pipe import Pipe
 from penstock.pipe.pipe_threads import (
     MIN_THREADED_OP_S,
@@ -85,6 +87,31 @@ def test_jobs_have_a_thread_each_and_the_inference_mode_of_the_caller():
         assert run(2) == {number: (name, True) for number, name in enumerate(names[:2])}
     assert run(1) == {0: (names[0], False)}
     assert rows == []
+
+
+def test_an_interrupted_wait_stops_the_jobs_and_goes_on_until_all_have_ended(monkeypatch):
+    """Otherwise a job of this batch would run into the next one."""
+    stopped, caller, interrupts = threading.Event(), threading.get_ident(), [KeyboardInterrupt()]
+    ended, errors = [], []
+
+    class Interrupted(SimpleQueue):
+        def get(self):
+            if threading.get_ident() == caller and interrupts:
+                raise interrupts.pop()
+            return super().get()
+
+    def job(number):
+        stopped.wait(HANG_S)
+        ended.append(number)
+
+    def stop(error):
+        errors.append(type(error))
+        stopped.set()
+
+    monkeypatch.setattr(pipe_threads, "SimpleQueue", Interrupted)
+    PartitionThreads().run([partial(job, number) for number in range(3)], stop)
+    assert sorted(ended) == [0, 1, 2]
+    assert errors == [KeyboardInterrupt]
 
 
 @pytest.mark.parametrize("stack", ["function", "dispatch", "hooks"])

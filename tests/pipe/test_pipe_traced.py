@@ -64,6 +64,23 @@ def test_a_module_with_an_example_is_traced():
         ps.Pipe(make_model(), [2, 2])
 
 
+class Doubled(nn.Sequential):
+    """Does more than its layers."""
+
+    def forward(self, x):
+        """Run them, and double the result."""
+        return 2 * super().forward(x)
+
+
+def test_a_sequential_that_does_more_than_its_layers_is_traced_as_other_modules_are():
+    """With an example; one that does not is taken as it is."""
+    model = Doubled(nn.Linear(5, 4), nn.Linear(4, 3))
+    pipe = ps.Pipe(model, [1, 1], devices=["cpu"] * 2, example=X)
+    torch.testing.assert_close(pipe(X), model(X))
+    plain = nn.Sequential(nn.Linear(5, 3))
+    assert ps.Pipe(plain, [1], devices=["cpu"], example=X)[0] is plain[0]
+
+
 def test_a_chain_of_a_sequential_is_that_sequential():
     """It keeps its names; nested layers get numbers."""
     layers = nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 3))

@@ -53,6 +53,26 @@ def test_autograd_grad_and_backward_with_inputs_leave_the_rest_alone():
     assert [grad is None for grad in grads_of(pipe)] == [False] + [True] * 7
 
 
+class Unused(nn.Linear):
+    """A layer with a weight that it does not use."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 6, dtype=torch.float64)
+        self.spare = nn.Parameter(torch.ones(2))
+
+
+@pytest.mark.parametrize("scale", [0.25, 1.0, 4.0])
+def test_gradients_are_multiplied_by_that_of_the_loss(scale):
+    """A weight that is not used has none."""
+    layers = nn.Sequential(Unused(), nn.Tanh())
+    plain, pipe = copy.deepcopy(layers), make_pipe(None, layers, balance=[1, 1])
+    x, y = batch(8)
+    (functional.mse_loss(plain(x), y) * scale).backward()
+    (pipe(x, y) * scale).backward()
+    torch.testing.assert_close(pipe[0].weight.grad, plain[0].weight.grad)
+    assert pipe[0].spare.grad is None
+
+
 def test_a_loss_has_one_backward_and_no_second_derivative():
     """As without loss=."""
     pipe = make_pipe(None)
