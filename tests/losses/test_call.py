@@ -108,6 +108,47 @@ def test_an_evaluation_without_effect_has_a_copy_of_the_state():
     assert call.untouched() is counting
 
 
+def test_a_compiled_loss_is_evaluated_as_it_was_before():
+    """A module or a function: torch.compile marks what it has compiled."""
+    module = Counting()
+    compiled = nn.Module()
+    compiled.add_module("_orig_mod", module)
+    copied = LossCall(compiled, CPU).untouched()
+    assert (type(copied), copied is module) == (Counting, False)
+
+    def function(output, target):
+        return mse_loss(output, target)
+
+    function._torchdynamo_orig_callable = mse_loss
+    assert LossCall(function, CPU).untouched() is mse_loss
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("reduction", "sum"),
+        ("ignore_index", 3),
+        ("weight", torch.ones(3)),
+        ("label_smoothing", 0.1),
+    ],
+)
+def test_settings_differ_after_a_change_of_any_option(name, value):
+    """Also of class weights in place. A function has none."""
+    loss = nn.CrossEntropyLoss(weight=torch.ones(3))
+    call = LossCall(loss, CPU)
+    before = call.settings()
+    assert call.settings() == before
+    setattr(loss, name, value)
+    assert call.settings() != before
+    before = call.settings()
+    loss.weight.mul_(2)
+    assert call.settings() != before
+    with torch.inference_mode():
+        loss.weight = torch.ones(3)
+    assert call.settings() != before
+    assert LossCall(mse_loss, CPU).settings() is None
+
+
 def test_targets_are_those_of_the_micro_batch_and_not_read_from_the_host_on_the_cpu():
     """Nested ones as well."""
     y = {"a": torch.arange(5.0), "b": [torch.arange(5)]}

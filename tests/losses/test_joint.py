@@ -22,9 +22,15 @@ def contrastive(output, target):
 
 
 def model(x, weight):
-    """Two outputs, and one that the loss does not use; `ids` has no gradient."""
+    """Two outputs, and one that the loss does not use; `ids` and `first` have no gradient."""
     value = x @ weight
-    return {"a": value.tanh(), "b": value.sin(), "unused": value * 2, "ids": x.long()}
+    return {
+        "first": x * 2,
+        "a": value.tanh(),
+        "b": value.sin(),
+        "unused": value * 2,
+        "ids": x.long(),
+    }
 
 
 @pytest.mark.parametrize("forward", [[0, 1, 2], [1, 2, 0]])

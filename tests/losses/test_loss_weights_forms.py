@@ -267,3 +267,17 @@ def test_the_first_test_of_a_form_looks_at_changed_outputs_and_later_ones_at_tho
         counts.append(len(calls))
     # Three evaluations for each change of the outputs; three more where targets repeat.
     assert counts == [18, 6, 0, 6]
+
+
+@pytest.mark.parametrize("number", [0, 2])
+def test_label_smoothing_without_weight_is_refused_in_a_smaller_micro_batch(number):
+    """Whichever micro-batch has run, and though the last one has fewer samples."""
+    class_weights = torch.tensor([0.0, 1.0, 2.0])
+
+    def loss(output, target):
+        return functional.cross_entropy(output, target, class_weights, label_smoothing=0.1)
+
+    batch = batch_of(torch.randn(5, 3), torch.tensor([1, 2, 1, 1, 0]), 3)
+    value = batch.inputs[number].clone().requires_grad_() * 1
+    with pytest.raises(SettingError, match="targets of micro-batch 2 have a class weight of 0"):
+        LossWeights(LossCall(loss, CPU)).of(batch, number, value)

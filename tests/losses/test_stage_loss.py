@@ -123,6 +123,25 @@ def test_a_loss_without_weight_has_gradients_of_zero_whatever_its_value():
     assert grad.tolist() == [0.0, 0.0]
 
 
+def test_a_loss_of_the_model_is_no_output_whose_gradient_is_zero():
+    """Its own backward divides by 0, and would make a NaN of the 0; unless it is the only output."""
+    x = torch.ones(2, requires_grad=True)
+    infinite = x.sum() / torch.zeros(())
+    (grad,) = torch.autograd.grad(zero_loss({"loss": infinite, "scores": x * 2}, infinite), x)
+    assert grad.tolist() == [0.0, 0.0]
+    assert zero_loss({"loss": x.sum()}, infinite).requires_grad
+
+
+def test_a_loss_of_torch_without_a_reduction_is_refused():
+    """As that of a caller, also for a single micro-batch."""
+    x = torch.ones(4, 3)
+    stage_loss = StageLoss(torch.nn.MSELoss(reduction="none"), CPU)
+    for micro_batches in (1, 2):
+        batch = batch_of(x, x, micro_batches)
+        with pytest.raises(SettingError, match="the loss must be one number"):
+            stage_loss.of(batch, 0, batch.inputs[0].clone().requires_grad_(), [])
+
+
 def test_a_loss_that_is_infinite_since_its_divisor_is_zero_is_refused():
     """What is divided counts in the batch: to leave it out would give a wrong loss."""
 

@@ -44,6 +44,18 @@ LOSSES = {
     "selected": (lambda x, y: functional.cross_entropy(*chosen(x, y)), True),
     "masked select": (lambda x, y: x.masked_select((y != 2)[:, None]).mean(), True),
     "indexed by mask": (lambda x, y: x[y != 2].square().mean(), True),
+    "indexed by a mask of two dimensions": (
+        lambda x, y: x[torch.arange(4) >= y[:, None]].square().mean(),
+        True,
+    ),
+    "unreduced": (
+        lambda x, y: (
+            (functional.cross_entropy(x, y, reduction="none") * (y != 2)).sum() / (y != 2).sum()
+        ),
+        True,
+    ),
+    "by a number of Python": (lambda x, y: x.sum() / (int(y.max()) + 1), True),
+    "by different targets": (lambda x, y: x.sum() / len(y.unique()), True),
     "two terms": (lambda x, y: x.abs().mean() + functional.cross_entropy(x, y), True),
     "new target": (
         lambda x, y: functional.cross_entropy(x, y.to(x.device)) / (y.to(x.device) != 2).sum(),

@@ -4,55 +4,25 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.losses.labelled import (
+    TOKENS,
+    WORDS,
+    Labelled,
+    batch,
+    count,
+    likelihood,
+    micro_batches_of,
+    model_loss,
+    one_hot,
+    summed,
+)
 from torch import fx, nn
 from torch.nn import functional
 
-import penstock as ps
-from penstock.batches.batch import make_batch
 from penstock.losses.terms import UnknownForm
 from penstock.losses.traced_loss import Count, ModelLoss, _column, _depends_on_contents
 
 aten = torch.ops.aten
-
-
-WORDS, SAMPLES, TOKENS = 5, 7, 4
-
-
-class Labelled(nn.Module):
-    """A model that computes losses itself, each as `compute(model, scores, labels)` says."""
-
-    def __init__(self, *computes):
-        super().__init__()
-        torch.manual_seed(1)
-        self.embed, self.head = nn.Embedding(WORDS, 3), nn.Linear(3, WORDS)
-        self.register_buffer("rates", torch.tensor([0.5, 1.0, 2.0, 0.0, 4.0]))
-        self.gains = nn.Parameter(torch.ones(WORDS))
-        self.computes = computes
-
-    def forward(self, ids, labels):
-        """Run the model."""
-        scores = self.head(torch.tanh(self.embed(ids)))
-        return scores, [compute(self, scores, labels) for compute in self.computes]
-
-
-def likelihood(scores, labels, **options):
-    """Return a cross-entropy over all tokens."""
-    return functional.cross_entropy(scores.reshape(-1, WORDS), labels.reshape(-1), **options)
-
-
-def count(labels):
-    """Return the number of tokens that are not padding."""
-    return (labels != -100).sum()
-
-
-def one_hot(labels):
-    """Return probabilities in place of classes."""
-    return functional.one_hot(labels.clamp(min=0), WORDS).float()
-
-
-def summed(scores, labels):
-    """Return the sum over tokens."""
-    return likelihood(scores, labels, reduction="sum")
 
 
 def alignment(scores, labels, reduction):
@@ -78,8 +48,6 @@ DIVISIBLE = {
     ),
     "sum": lambda model, s, y: summed(s, y),
     "part of a sum": lambda model, s, y: -summed(s, y) / 20 * 3,
-    "values about a mean over tokens": lambda model, s, y: (s - s.mean(1, True)).square().mean(),
-    "shares in tokens": lambda model, s, y: s.cumsum(1).softmax(1).square().sum(),
     "chosen values": lambda model, s, y: s[y != -100].square().sum(),
     "weights made in the forward": lambda model, s, y: likelihood(
         s, y, weight=torch.tensor([0.5, 1.0, 2.0, 0.0, 4.0])
@@ -123,17 +91,6 @@ DIVISIBLE = {
     ).mean(),
     "sum of a stack": lambda model, s, y: torch.stack([summed(s, y), s.square().sum()]).sum(0),
     "with a constant": lambda model, s, y: summed(s, y) / count(y) + 0 * y.float().mean(),
-    "pairs of tokens": lambda model, s, y: torch.cdist(s, s).amax(2).mean(),
-    "products of samples": lambda model, s, y: torch.einsum("itd,itd->i", s, s).mean(),
-    "products of one operand": lambda model, s, y: torch.einsum("i...->i", s).square().mean(),
-    "attention to tokens": lambda model, s, y: (
-        functional.scaled_dot_product_attention(s, s, s).square().mean()
-    ),
-    "normalised features": lambda model, s, y: functional.layer_norm(s, (WORDS,)).exp().mean(),
-    "tokens by targets": lambda model, s, y: s[
-        torch.arange(len(s)), y.clamp(0, TOKENS - 1)[:, 0]
-    ].sum(),
-    "places by targets": lambda model, s, y: s[(y[:, 0] > 1).nonzero()[:, 0]].square().sum(),
     "another shape": lambda model, s, y: likelihood(s, y).view(1).squeeze(0).double().float(),
 }
 #: Losses with the number of samples as a constant: the model has a graph for each number.
@@ -142,24 +99,6 @@ OF_ONE_SIZE = {
     "by a share of samples": lambda model, s, y: (2 / len(y)) * summed(s, y) * 0.5,
 }
 TWO_TERMS = ("two terms", "stacked terms", "sum of a stack")
-
-
-def batch():
-    """Return inputs with padding unevenly spread; a micro-batch is padding alone."""
-    generator = torch.Generator().manual_seed(0)
-    ids, labels = torch.randint(0, WORDS, (2, SAMPLES, TOKENS), generator=generator)
-    labels[0, 1:] = labels[3:5] = labels[6, 2] = -100
-    return {"ids": ids, "labels": labels}
-
-
-def model_loss(model, x):
-    """Return what reads the losses of a traced model, which are behind its scores."""
-    return ModelLoss.of(ps.chain(model, x).modules, torch.device("cpu"))
-
-
-def micro_batches_of(x):
-    """Return a batch of three micro-batches."""
-    return make_batch(x, x["labels"], 3, step=0, training=True)
 
 
 @pytest.fixture(scope="module")
@@ -216,18 +155,6 @@ REFUSED = {
         lambda model, s, y: likelihood(s, y, weight=(model.gains * s.mean((0, 1))).detach()),
         "class weights that the model computes",
     ),
-    "a mean of sums over samples": (
-        lambda model, s, y: s.square().sum(0).mean(),
-        "sum over samples",
-    ),
-    "a sum of means over samples": (
-        lambda model, s, y: s.square().mean(0).sum(),
-        "mean over samples",
-    ),
-    "squares of means over samples": (
-        lambda model, s, y: functional.mse_loss(s.mean(0), one_hot(y).mean(0), reduction="sum"),
-        "mean over samples",
-    ),
     "a penalty on weights": (
         lambda model, s, y: s.square().sum() + model.head.weight.square().sum(),
         "values that are not those of single samples",
@@ -236,10 +163,6 @@ REFUSED = {
         lambda model, s, y: torch.div(summed(s, y), 3, rounding_mode="floor"),
         "a quotient that is rounded",
     ),
-    "rows in a stack": (
-        lambda model, s, y: torch.stack([s.mean((0, 1)), s[0, 0]]).mean(),
-        "select over samples",
-    ),
     "pairs of samples": (
         lambda model, s, y: (s.mean(1) @ s.mean(1).t()).square().mean(),
         "values that are not those of single samples",
@@ -247,89 +170,6 @@ REFUSED = {
     "a mean of a choice": (
         lambda model, s, y: s[y != -100].square().mean(),
         "a mean over elements that are chosen by their contents",
-    ),
-    "values about a mean over samples": (
-        lambda model, s, y: (s - s.mean(0)).square().mean(),
-        "mean over samples",
-    ),
-    "values by the largest of all": (
-        lambda model, s, y: (s / s.abs().amax((0, 2), keepdim=True)).square().sum(),
-        "amax over samples",
-    ),
-    "shares in all samples": (lambda model, s, y: s.softmax(0).square().mean(), "softmax over"),
-    "a cumulative sum": (lambda model, s, y: s.cumsum(0).square().sum(), "cumsum over samples"),
-    "differences of neighbours": (lambda model, s, y: (s - s.roll(1, 0)).abs().mean(), "roll over"),
-    "a roll of all elements": (lambda model, s, y: (s - s.roll(1)).abs().mean(), "roll over"),
-    "products with others": (lambda model, s, y: (s * s.flip(-1, 0)).sum(), "flip over samples"),
-    "rows of pairs": (
-        lambda model, s, y: (s.mean(1) @ s.mean(1).t()).mean(1).square().mean(),
-        "mean over samples",
-    ),
-    "nearest samples": (
-        lambda model, s, y: torch.cdist(s.mean(1), s.mean(1)).amax(1).mean(),
-        "amax over samples",
-    ),
-    "products with all samples": (
-        lambda model, s, y: (s.mean(1) @ s.mean(1).t() @ s.mean(1)).square().mean(),
-        "matmul over samples",
-    ),
-    "samples of the same target": (
-        lambda model, s, y: (s.mean((1, 2)) * (y[:, :1] == y[:, 0]).sum(1)).sum(),
-        "sum over samples",
-    ),
-    "products of pairs": (
-        lambda model, s, y: torch.einsum("itd,jtd->it", s, s).square().mean(),
-        "einsum over samples",
-    ),
-    "products with any dimensions": (
-        lambda model, s, y: torch.einsum("i...,j... -> i...", s, s).square().mean(),
-        "einsum over samples",
-    ),
-    "normalised over the batch": (
-        lambda model, s, y: (
-            functional.batch_norm(s[:, 0], None, None, training=True).square().mean()
-        ),
-        "batch_norm over samples",
-    ),
-    "attention to samples": (
-        lambda model, s, y: (
-            functional.scaled_dot_product_attention(*[s.transpose(0, 1)] * 3).square().mean()
-        ),
-        "scaled_dot_product_attention over samples",
-    ),
-    "samples by targets": (
-        lambda model, s, y: (s[:, 0] * s[y[:, 0].clamp(0, 1), 0]).sum(),
-        "index over samples",
-    ),
-    "gathered samples": (
-        lambda model, s, y: (s * s.gather(0, y.clamp(0, 1)[..., None].expand_as(s))).sum(),
-        "gather over samples",
-    ),
-    "selected samples": (
-        lambda model, s, y: (s * s.index_select(0, y[:, 0].clamp(0, 1))).sum(),
-        "index_select over samples",
-    ),
-    "by the number of a target": (
-        lambda model, s, y: (s.mean((1, 2)) / y[:, 0].clamp(0).bincount()[y[:, 0].clamp(0)]).sum(),
-        "index over samples",
-    ),
-    "taken elements": (lambda model, s, y: (s * s.take(y.clamp(0))[..., None]).sum(), "take over"),
-    "shares in all targets": (
-        lambda model, s, y: (s.mean((1, 2)) * y.abs().sum(1) / y.abs().sum()).sum(),
-        "sum over samples",
-    ),
-    "values by the largest target": (
-        lambda model, s, y: (s / (y.max() + 1)).square().mean(),
-        "max over samples",
-    ),
-    "targets of neighbours": (lambda model, s, y: likelihood(s, y.roll(1, 0)), "roll over samples"),
-    "weights by earlier targets": (
-        lambda model, s, y: (s.mean(2) * y.cumsum(0)).sum(),
-        "cumsum over samples",
-    ),
-    "ranks among the samples": (
-        lambda model, s, y: (s.sort(0).values * s).mean(),
-        "sort over samples",
     ),
     "smoothing without weight": (
         lambda model, s, y: likelihood(

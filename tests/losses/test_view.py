@@ -207,3 +207,25 @@ def test_the_loss_of_the_batch_has_a_graph_if_it_depends_on_the_outputs(shares):
     assert shapes == [((5, 6, 2), (5, 6, 2))]
     assert all(map(torch.equal, before, batch.targets))
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_an_evaluation_that_fails_on_targets_in_host_memory_takes_those_on_the_device():
+    """In later batches at once: a loss may have a tensor of its own on the device."""
+    places = []
+
+    def loss(output, target):
+        is_host = target is batch.targets[0]
+        places.append("host" if is_host else "device")
+        if is_host:
+            raise RuntimeError("on another device")
+        return (output - target).square().mean()
+
+    batch = batch_of(4, 2)
+    (view,) = views_of(batch, 0, 0, loss)
+    view.call._on_host = False
+    assert view.target(0) is batch.targets[0]
+    for _ in range(2):
+        assert view.evaluation(0).terms[0].divisor == 24.0
+    assert places == ["host", "device", "device"]
+    assert not view.call.reads_host_targets
+    assert view.target(0) is not batch.targets[0]
