@@ -71,10 +71,11 @@ def test_ops_before_and_after_the_context_are_not_followed():
 
 
 def test_what_is_written_into_a_tensor_becomes_part_of_its_contents():
-    """A later forward that reads it reads these, too."""
+    """A later forward that reads it reads these, too; they themselves are not written."""
     a, target = torch.ones(3), torch.zeros(3)
     with DataFlow({"a": a, "target": target}) as flow:
         target.add_(a)
+        target.add_(1)
         output = 2 * target
     assert flow.written == {"target"}
     assert flow.names_in(output) == {"a", "target"}

@@ -74,7 +74,7 @@ def test_running_statistics_are_those_of_plain_batch_norm_on_whole_batches(
 
 def test_outputs_and_gradients_are_those_of_plain_batch_norm_on_micro_batches():
     """Only the running statistics are deferred."""
-    plain = nn.BatchNorm2d(3)
+    plain = nn.BatchNorm2d(3, eps=50.0)
     deferred = convert(copy.deepcopy(plain), 2)
     for part in tilted(6, 4, 4).chunk(2):
         a, b = part.clone().requires_grad_(), part.clone().requires_grad_()
@@ -123,8 +123,8 @@ def test_numbers_that_are_none_spoil_one_batch_and_not_those_after_begin():
 
 
 def test_evaluation_uses_running_statistics_and_changes_nothing():
-    """As in plain batch norm."""
-    plain = nn.BatchNorm1d(3)
+    """As in plain batch norm, of any epsilon."""
+    plain = nn.BatchNorm1d(3, eps=50.0)
     plain(tilted(6))
     deferred = convert(copy.deepcopy(plain), 2).eval()
     before = {name: tensor.clone() for name, tensor in deferred.named_buffers()}
@@ -206,6 +206,23 @@ def test_one_layer_in_two_places_stays_one():
     norm = nn.BatchNorm1d(3)
     model = convert(nn.ModuleList([norm, norm]), 2)
     assert model[0] is model[1]
+
+
+def test_the_plain_layer_has_no_buffers_of_the_deferred_one():
+    """Whoever has a reference to it goes on with its own state."""
+    norm = nn.BatchNorm1d(3)
+    deferred = convert(norm, 2)
+    assert [name for name, _ in norm.named_buffers()] == list(STATISTICS)
+    assert deferred.running_mean is norm.running_mean
+    assert list(norm.state_dict()) == list(deferred.state_dict())
+
+
+def test_children_that_are_none_stay_none():
+    """As of a layer whose shortcut is left out."""
+    model = nn.Sequential(nn.BatchNorm1d(3))
+    model.register_module("shortcut", None)
+    assert convert(model, 2).shortcut is None
+    assert revert(model).shortcut is None
 
 
 @pytest.mark.parametrize(

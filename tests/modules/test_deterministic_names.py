@@ -14,7 +14,27 @@ from penstock.modules.deterministic_code import is_torchs, prove_deterministic
 
 COUNT, SIZES, TABLE = 3, (1, (2.0, "a")), torch.ones(4)
 LISTED, DRAW, ops = [1], torch.rand, torch
+MIXED = (1, [2])
 T = TypeVar("T")
+
+
+class Noise(float):
+    """A number that draws where it is used."""
+
+    def __rmul__(self, value):
+        """Draw."""
+        return torch.rand_like(value)
+
+
+class NoisyTensor(Tensor):
+    """A tensor that draws where it is used."""
+
+    def __radd__(self, value):
+        """Draw."""
+        return torch.rand_like(value)
+
+
+NOISE, NOISY_TENSOR = Noise(1), torch.ones(1).as_subclass(NoisyTensor)
 
 
 def sum(value):  # noqa: A001 - hides the builtin
@@ -65,6 +85,9 @@ PROVEN = {
 }
 REFUSED = {
     "list": lambda self, x: x * LISTED[0],
+    "list in a tuple": lambda self, x: x * MIXED[0],
+    "kind of number": lambda self, x: x * NOISE,
+    "kind of tensor": lambda self, x: x + NOISY_TENSOR,
     "another name of an op": lambda self, x: DRAW(4),
     "module": lambda self, x: x * random.random(),
     "hidden builtin": lambda self, x: sum(x),
@@ -273,7 +296,7 @@ def test_a_proof_holds_while_the_names_have_their_values(monkeypatch):
     assert proof.holds()
     monkeypatch.setitem(globals(), "COUNT", 2.5)
     assert proof.holds()
-    for name, value in (("COUNT", [1]), ("COUNT", noisy), ("halve", noisy)):
+    for name, value in (("COUNT", [1]), ("COUNT", noisy), ("halve", noisy), ("halve", 3)):
         with monkeypatch.context() as change:
             change.setitem(globals(), name, value)
             assert not proof.holds()

@@ -134,6 +134,19 @@ def numpy_help(x):
     return x * NUMPY_DRAW()
 
 
+PYTHON_MODULE, NUMPY_MODULE = random, np.random
+
+
+def python_module_help(x):
+    """Draw by another name of the module of Python's generator."""
+    return x * PYTHON_MODULE.uniform(0, 1)
+
+
+def numpy_module_help(x):
+    """Draw by another name of the module of NumPy's generator."""
+    return x * NUMPY_MODULE.uniform()
+
+
 def nested_help(x):
     """Draw in a function inside this one."""
 
@@ -195,6 +208,8 @@ def layer(function):
         (aliased_help, True),
         (numpy_help, True),
         (nested_help, True),
+        (python_module_help, True),
+        (numpy_module_help, True),
         (noisy(plain_help), True),
         (doubling(python_help), True),
         (doubling(plain_help), False),

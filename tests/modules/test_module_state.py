@@ -90,6 +90,10 @@ def test_marks_of_weights_tell_changes_with_and_without_autograd():
     state, keeper = state_of()
     before = state.weight_marks()
     assert differing_names(before, state.weight_marks()) == []
+    keeper.weight.data[0] = float("nan")
+    diverged = state.weight_marks()
+    assert differing_names(before, diverged) == ["layer.weight"]
+    assert differing_names(diverged, state.weight_marks()) == []
     keeper.weight.data[0] = 5.0
     assert differing_names(before, state.weight_marks()) == ["layer.weight"]
     keeper.weight.data[0] = 1.0
@@ -120,10 +124,10 @@ def test_names_in_one_state_only_differ():
 
 def test_places_are_the_attributes_of_user_modules():
     """What torch keeps in every module, and modules of torch, have none; dunder names are Python's."""
-    model = nn.Sequential(Keeper(count=1, __cache__=2), nn.Dropout(0.5))
+    model = nn.Sequential(Keeper(count=1, _seen=3, __cache__=2), nn.Dropout(0.5))
     model[1].note = "ignored"
     places = ModuleState(model.named_modules()).places()
-    assert list(places) == ["0.count"]
+    assert list(places) == ["0.count", "0._seen"]
     places["0.count"].set(5)
     assert places["0.count"].get() == model[0].count == 5
 

@@ -33,6 +33,8 @@ DIFFERENT = [
         [torch.arange(4.0), torch.arange(4).reshape(2, 2), torch.tensor([0, 1, 2, 4])],
     ),
     (torch.ones(2, dtype=torch.bfloat16), [torch.ones(2, dtype=torch.float16)]),
+    (np.zeros(2, np.float32), [np.zeros(2, np.int32), np.zeros((2, 1), np.float32)]),
+    (torch.zeros(2), [torch.zeros(2, dtype=torch.int32), torch.zeros(2, 1)]),
     ([1, 2], [[2, 1], [1], [1, 2, 2], {1, 2}]),
     ([[1], [2]], [[[1], [3]]]),
     ({"a": 1}, [{"a": 2}, {"b": 1}, {"a": 1, "b": 1}]),
@@ -120,6 +122,9 @@ def test_of_long_containers_the_ends_are_compared():
     ):
         assert (content(items) != content([*items[:place], -1, *items[place + 1 :]])) is seen, place
     assert content(items) != content([*items, items[-1]])
+    table = dict.fromkeys(range(1002))
+    middle = {key: None for key in table if key != 500}
+    assert content(table) != content(middle)
     short = items[:1000]
     assert content(short) != content([*short[:500], -1, *short[501:]])
 

@@ -142,6 +142,8 @@ def test_dropout_of_nothing_draws_nothing_and_is_not_seeded(kind, shape):
     assert not draws(kind(0.0), torch.ones(shape))
     assert not may_draw(kind(0.0))
     assert may_draw(kind(0.1))
+    # Also in evaluation: the mode may change without notice.
+    assert may_draw(kind(0.1).eval())
 
 
 class Noisy(nn.Module):
@@ -187,6 +189,27 @@ class NoisyCall(nn.Linear):
         return super().__call__(x + torch.randn(1))
 
 
+class NoisyWeight(nn.Linear):
+    """A linear map whose weight is computed when it is read."""
+
+    weight = property(lambda self: self.kernel + torch.randn(1))
+
+    def __init__(self):
+        nn.Module.__init__(self)
+        self.kernel, self.bias = nn.Parameter(torch.ones(4, 4)), None
+
+
+class NoisyBias(nn.Linear):
+    """A linear map whose bias is computed when it is read."""
+
+    bias = property(lambda self: self.offset + torch.randn(1))
+
+    def __init__(self):
+        nn.Module.__init__(self)
+        self.weight = nn.Parameter(torch.ones(4, 4))
+        self.offset = nn.Parameter(torch.ones(4))
+
+
 class NoisyReLU(nn.ReLU):
     """A subclass of a torch module that draws nothing itself."""
 
@@ -216,6 +239,8 @@ def with_forward():
         (lambda: NoisyLinear(4, 4), FLOATS[0]),
         (lambda: NoisyKernel(4, 4, 1), FLOATS[2]),
         (lambda: NoisyCall(4, 4), FLOATS[0]),
+        (NoisyWeight, FLOATS[0]),
+        (NoisyBias, FLOATS[0]),
         (NoisyReLU, FLOATS[0]),
         (lambda: with_hook("register_forward_hook"), FLOATS[0]),
         (lambda: with_hook("register_forward_pre_hook"), FLOATS[0]),

@@ -106,6 +106,8 @@ def test_skips_have_the_namespace_that_was_assigned_last():
     assert layer.isolate(first, only=["a", "c"]) is layer
     assert [skip.namespace for skip in layer.stashable()] == [first, None]
     assert [skip.namespace for skip in layer.poppable()] == [first, None]
+    layer.isolate(second, only=[])
+    assert [skip.namespace for skip in layer.poppable()] == [first, None]
     layer.isolate(second, only=["a"])
     assert [skip.namespace for skip in layer.stashable()] == [second, None]
     assert [skip.namespace for skip in layer.poppable()] == [first, None]

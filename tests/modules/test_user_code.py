@@ -105,6 +105,10 @@ def test_a_layer_of_a_traced_model_knows_whether_it_draws(draws):
     assert may_draw(layer) is draws
     assert runs_user_code(layer) is draws
     assert prove_no_draws(layer) is None
+    calm = nn.Sequential(Own())
+    assert prove_no_draws(calm) is not None
+    calm.draws = draws
+    assert prove_no_draws(calm) is None
 
 
 @pytest.mark.parametrize(
