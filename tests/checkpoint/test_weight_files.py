@@ -138,6 +138,11 @@ HOSTILE = {
         "",
         r"names '\.\./w\.safetensors', which is no file beside it",
     ),
+    "another kind of file": (
+        shards('{"weight_map": {"a": "weights.bin"}}'),
+        "",
+        r"names 'weights\.bin', which is no file beside it",
+    ),
     "not there": (shards('{"weight_map": {"a": "w.safetensors"}}'), "", "cannot read the weights"),
     "a dtype that cannot be printed": (
         lambda path: (path / "w.safetensors").write_bytes(
@@ -199,6 +204,34 @@ def test_what_cannot_be_written_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(FileError, match="cannot write the weights to"):
         save_weights({"a": torch.ones(1)}, tmp_path / "file" / "x")
+    for name in ("safetensors", "state-dict"):
+        with pytest.raises(FileError, match="cannot write the weights to"):
+            save_weights({"a": torch.ones(1)}, tmp_path, name)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "words"),
+    [
+        (
+            OSError(5, "Input/output error"),
+            FileError,
+            r"cannot read the weights in .*: Input/output",
+        ),
+        (MemoryError("no memory"), MemoryError, "no memory"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_not_taken_for_a_damaged_one(
+    tmp_path, monkeypatch, error, kind, words
+):
+    """A disk that fails, or a machine without memory, says nothing about the file."""
+
+    def fail(*_, **options):
+        raise error
+
+    pickled({"a": torch.ones(1)})(tmp_path)
+    monkeypatch.setattr(torch, "load", fail)
+    with pytest.raises(kind, match=words):
+        load_weights(tmp_path / "w.pt")
 
 
 def views():
@@ -230,6 +263,15 @@ def test_tensors_that_share_memory_come_back_to_the_bit(tmp_path, monkeypatch, n
         del expected["again"]
     read = load_weights(str(target))
     assert differences(read, {key: tensor.detach() for key, tensor in expected.items()}) == []
+
+
+def test_one_memory_as_two_dtypes_is_two_tensors(tmp_path):
+    """Of equal shape; torch.save refuses them."""
+    base = torch.arange(3.0)
+    tensors = {"numbers": base, "bits": base.view(torch.int32)}
+    for name in ("huggingface", "safetensors"):
+        save_weights(tensors, tmp_path / f"{name}.safetensors", name)
+        assert differences(load_weights(tmp_path / f"{name}.safetensors"), tensors) == []
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,7 @@ def test_classes_are_counted_in_the_leaf_of_the_targets_that_has_them(class_weig
         x = torch.randn(6, 3, generator=generator)
         classes = torch.randint(0, 3, (6,), generator=generator)
         classes[step % 6] = 9
-        y = {"ids": torch.arange(6) + 4, "classes": classes, "scores": torch.ones(6)}
+        y = {"ids": torch.arange(6) + 20, "classes": classes, "scores": torch.ones(6)}
         batch = batch_of(x, y, step=step)
         counts = []
         for part in classes.chunk(2):
