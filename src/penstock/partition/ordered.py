@@ -152,12 +152,8 @@ class _Chain:
         furthest = np.empty((len(self.counts), self.stages, self.layers + 1), np.int64)
         for kind, limit in enumerate(self.limits):
             for stage, micro_batches in enumerate(self.in_flight):
-                prefix = np.concatenate(
-                    (
-                        [0.0],
-                        np.cumsum(self.fixed_bytes[kind] + micro_batches * self.saved_bytes[kind]),
-                    )
-                )
+                layer_bytes = self.fixed_bytes[kind] + micro_batches * self.saved_bytes[kind]
+                prefix = np.concatenate(([0.0], np.cumsum(layer_bytes)))
                 furthest[kind, stage] = np.searchsorted(prefix, prefix + limit, side="right") - 1
         return furthest
 
@@ -186,7 +182,7 @@ class _Chain:
         nearest = np.maximum.accumulate(np.where(allowed_cuts == 1, layer, 0))
         most = self.layers - np.arange(self.stages - 1, -1, -1)
         far = nearest[np.minimum(far, most[:, None])]
-        far[far <= layer] = -1
+        far[far <= layer] = -1  # a stage has a layer
         return self._search_furthest(far, states) if states <= STATES else self._beam_search(far)
 
     def _search_pairs(self, far: Ints, free: Ints, states: int) -> list[int] | None:
@@ -197,15 +193,26 @@ class _Chain:
             return None
         end, kinds = self.layers, []
         for stage in range(self.stages - 1, -1, -1):
-            for kind, previous in self._previous_states(state):
-                # The state was reached by one of the kinds, so that the loop always breaks.
-                can_reach_end = far[kind, stage, :end] >= end
-                starts = np.flatnonzero(reached[previous, :end] & can_reach_end)
-                if len(starts):
-                    break
+            kind, state, end = self._previous_pair(far[:, stage], reached, state, end)
             kinds.append(kind)
-            state, end = previous, int(starts[-1])
         return kinds[::-1]
+
+    def _previous_pair(
+        self, far: Ints, reached: np.ndarray, state: int, end: int
+    ) -> tuple[int, int, int]:
+        """Return the kind of the last stage of a pair (state, end), and the pair before it.
+
+        Args:
+            far: of that stage, shape (kinds, layers + 1).
+            reached: the pairs that have been reached.
+            state, end: a pair that has been reached.
+        """
+        for kind, previous in self._previous_states(state):
+            can_reach_end = far[kind, :end] >= end
+            starts = np.flatnonzero(reached[previous, :end] & can_reach_end)
+            if len(starts):
+                return kind, previous, int(starts[-1])
+        raise AssertionError("one of the kinds led to this state")
 
     def _search_furthest(self, far: Ints, states: int) -> list[int] | None:
         """Search the furthest layer of every count of ranks used per kind."""
@@ -215,14 +222,23 @@ class _Chain:
             return None
         kinds = []
         for stage in range(self.stages - 1, -1, -1):
-            for kind, previous in self._previous_states(state):
-                # As above: one of the kinds led to this state.
-                start = furthest[previous]
-                if start >= 0 and far[kind, stage, start] == furthest[state]:
-                    break
+            kind, state = self._previous_count(far[:, stage], furthest, state)
             kinds.append(kind)
-            state = previous
         return kinds[::-1]
+
+    def _previous_count(self, far: Ints, furthest: np.ndarray, state: int) -> tuple[int, int]:
+        """Return the kind of the last stage of a state, and the state before it.
+
+        Args:
+            far: of that stage, shape (kinds, layers + 1).
+            furthest: by state, the furthest layer.
+            state: one that can be reached.
+        """
+        for kind, previous in self._previous_states(state):
+            start = furthest[previous]
+            if start >= 0 and far[kind, start] == furthest[state]:
+                return kind, previous
+        raise AssertionError("one of the kinds led to this state")
 
     def _beam_search(self, far: Ints) -> list[int] | None:
         """Search the furthest layer of at most `WIDTH` counts of ranks per stage."""
@@ -232,12 +248,19 @@ class _Chain:
             extended: dict[tuple[int, ...], tuple[int, list[int]]] = {}
             for used, (layer, kinds) in beam.items():
                 for kind, count in enumerate(self.counts):
+                    if used[kind] == count:
+                        continue
+                    used_after = (*used[:kind], used[kind] + 1, *used[kind + 1 :])
                     end = int(far[kind, stage, layer])
-                    key = (*used[:kind], used[kind] + 1, *used[kind + 1 :])
-                    if used[kind] < count and end > extended.get(key, (-1, []))[0]:
-                        extended[key] = (end, [*kinds, kind])
-            beam = dict(sorted(extended.items(), key=lambda entry: -entry[1][0])[:WIDTH])
-        return next((kinds for layer, kinds in beam.values() if layer == self.layers), None)
+                    furthest_end, _ = extended.get(used_after, (-1, []))
+                    if end > furthest_end:
+                        extended[used_after] = (end, [*kinds, kind])
+            furthest_first = sorted(extended.items(), key=lambda entry: -entry[1][0])
+            beam = dict(furthest_first[:WIDTH])
+        for layer, kinds in beam.values():
+            if layer == self.layers:
+                return kinds
+        return None
 
     def _previous_states(self, state: int) -> list[tuple[int, int]]:
         """Return every kind that a state has ranks of, and the state with one such rank fewer."""

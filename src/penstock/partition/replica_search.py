@@ -174,10 +174,12 @@ class Chain:
         # Squares of shares of the bound. Under a bound of 0 all seconds are 0, and any unit does.
         unit = bound or 1.0
 
-        # The ranks are a chain too: `best_cut` cuts it from the last stage to the first. Row r is
-        # the stage that has r + 1 ranks together with all later ones.
+        # `best_cut` divides the ranks here, as a chain, and begins with those of the last stage.
         def squares(step: int) -> Floats:
-            """Return the table of the stage that is the `step`-th from the end."""
+            """Return the table of the stage that is the `step`-th from the end.
+
+            Its rows are equal, so it has one; column c is for `ranks` - c replicas.
+            """
             index = len(stages) - 1 - step
             first, end = edges[index], edges[index + 1]
             seconds = self.below(step + 1).table[first, end, :0:-1]
@@ -259,13 +261,16 @@ class Chain:
             bound: the most seconds of a stage.
             sums: as in `least`.
         """
-        first, stages, any_count = 0, [], len(tables) == 1
+        any_count = len(tables) == 1
+        first, stages = 0, []
         while first < self.layers:
-            after = tables[0 if any_count else count - 1]
             table = self.below(1 if any_count else count).table
+            after = tables[0 if any_count else count - 1]
+            # By the end of the stage and its replicas, from 1 to all ranks that are left; and the
+            # value of the later stages, which then have from ranks - 1 to 0 ranks.
             seconds = table[first, first + 1 :, 1 : ranks + 1]
-            rest = after[first + 1 :, ranks - 1 :: -1]
-            total = seconds + rest if sums else np.maximum(seconds, rest)
+            later = after[first + 1 :, ranks - 1 :: -1]
+            total = seconds + later if sums else np.maximum(seconds, later)
             best = np.argmin(np.where(seconds <= bound, total, np.inf))
             row, column = np.unravel_index(best, total.shape)
             length, replicas = int(row) + 1, int(column) + 1

@@ -65,25 +65,15 @@ def measured_timeline(
     Returns:
         The timeline, the same in every process.
     """
-    local = {}
+    tables: dict[int, list[Sequence[float]]] = {}
     to_first_clock = world.to_first_clock()
     for rank, interpreter in interpreters.items():
-        table = [*_op_rows(interpreter, rows[rank], to_first_clock)]
         peak_bytes = interpreter.peak_bytes(weights.get(rank, {}))
         # The last row of a rank, padded to the width of the others: one message carries both.
         memory = (peak_bytes, world.buffer_bytes(rank), *device_peaks(world.device(rank)), 0, 0)
-        # Numbers of bytes are exact in float64 up to 2**53.
-        local[rank] = [torch.tensor([*table, memory], dtype=torch.float64)]
-    width = len(_OpRow._fields)
-    forms = {
-        rank: [TensorForm((len(ops) + 1, width), "float64", wants_grad=False)]
-        for rank, ops in rows.items()
-    }
-    gathered = world.gather(local, forms)
-    count = sum(len(ops) + 1 for ops in rows.values())
-    joined = torch.cat([gathered[rank][0] for rank in rows]) if gathered else None
-    joined = world.broadcast(joined, 0, TensorForm((count, width), "float64", wants_grad=False))
-    table_rows = iter(joined.tolist())
+        tables[rank] = [*_op_rows(interpreter, rows[rank], to_first_clock), memory]
+    row_counts = {rank: len(ops) + 1 for rank, ops in rows.items()}
+    table_rows = iter(_gather_rows(world, tables, row_counts))
     op_rows: dict[int, list[tuple[Op, _OpRow]]] = {}
     peaks: list[int] = []
     measured_memory: list[MeasuredMemory] = []
@@ -101,6 +91,30 @@ def measured_timeline(
         title=schedule.name,
     )
     return replace(timeline, measured_memory=tuple(measured_memory))
+
+
+def _gather_rows(
+    world: World, tables: Mapping[int, Sequence[Sequence[float]]], row_counts: Mapping[int, int]
+) -> list[list[float]]:
+    """Return the rows of all ranks, one rank after the other, in every process.
+
+    Args:
+        world: the ranks.
+        tables: by rank of this process, its rows, as long as an `_OpRow`.
+        row_counts: by rank of the world, the number of its rows.
+    """
+    width = len(_OpRow._fields)
+    # Numbers of bytes are exact in float64 up to 2**53.
+    local = {rank: [torch.tensor(table, dtype=torch.float64)] for rank, table in tables.items()}
+    forms = {
+        rank: [TensorForm((count, width), "float64", wants_grad=False)]
+        for rank, count in row_counts.items()
+    }
+    gathered = world.gather(local, forms)
+    joined = torch.cat([gathered[rank][0] for rank in row_counts]) if gathered else None
+    total = TensorForm((sum(row_counts.values()), width), "float64", wants_grad=False)
+    gathered_rows: list[list[float]] = world.broadcast(joined, 0, total).tolist()
+    return gathered_rows
 
 
 def _op_rows(

@@ -84,18 +84,20 @@ def _steady(
         # From the last stage to the first: F[i-1] is still that of round k - 1, and B[i+1] is
         # already that of round k.
         for stage in range(last, first - 1, -1):
-            ready = backward_start[stage] + backward[stage]
-            arrival = ready
-            if stage > 0:
+            idle = backward_start[stage] + backward[stage]
+            if stage == 0:
+                forward_start[stage] = idle
+            else:
                 arrival = forward_start[stage - 1] + forward[stage - 1]
-            waits[stage] |= arrival > ready + tolerance
-            forward_start[stage] = max(arrival, ready) + (transfer_s if stage > 0 else 0.0)
-            ready = forward_start[stage] + forward[stage]
-            arrival = ready
-            if stage < last:
+                waits[stage] |= arrival > idle + tolerance
+                forward_start[stage] = max(arrival, idle) + transfer_s
+            idle = forward_start[stage] + forward[stage]
+            if stage == last:
+                backward_start[stage] = idle
+            else:
                 arrival = backward_start[stage + 1] + backward[stage + 1]
-            waits[stage] |= arrival > ready + tolerance
-            backward_start[stage] = max(arrival, ready) + (transfer_s if stage < last else 0.0)
+                waits[stage] |= arrival > idle + tolerance
+                backward_start[stage] = max(arrival, idle) + transfer_s
     return backward_start, waits
 
 
