@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
@@ -20,6 +21,8 @@ _MULTIPLES: Final = (1, 2, 3, 4, 6, 8, 12, 16)
 # The chart, in points: its size, and the plot within.
 WIDTH, HEIGHT = 460, 220
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 14, 12, 40
+#: The least distance of the ticks of the x axis: texts that are closer overlap.
+_TICK_DISTANCE = 28
 
 
 @dataclass(frozen=True)
@@ -93,31 +96,57 @@ def chart(curves: Sequence[Curve]) -> Chart | None:
     numbers = sorted({number for curve in curves for number, _ in curve.points})
     if not numbers:
         return None
-    largest = max(ratio for curve in curves for _, ratio in curve.points)
-    top_percent = max(10, 10 * -(-int(100 * largest + 1) // 10))
-
-    def x(number: int) -> float:
-        """Return the horizontal position of a number of micro-batches."""
-        return round(_LEFT + (WIDTH - _LEFT - _RIGHT) * number / numbers[-1], 1)
-
-    def y(ratio: float) -> float:
-        """Return the vertical position of a bubble ratio."""
-        height = HEIGHT - _BOTTOM - _TOP
-        return round(HEIGHT - _BOTTOM - height * 100 * ratio / top_percent, 1)
-
+    largest_ratio = max(ratio for curve in curves for _, ratio in curve.points)
+    scale = _Scale(numbers[-1], _top_percent(largest_ratio))
     lines = []
     for curve in curves:
-        markers = tuple(
-            (x(number), y(ratio), f"{curve.name}, {number} micro-batches: {100 * ratio:.1f} %")
-            for number, ratio in curve.points
-        )
-        path = " ".join(f"{left},{top}" for left, top, _ in markers)
-        lines.append((curve.panel, curve.name, path, markers))
-    x_ticks: list[tuple[float, str]] = []
-    for number in numbers:
-        # Numbers closer than this would overlap.
-        if not x_ticks or x(number) - x_ticks[-1][0] >= 28:
-            x_ticks.append((x(number), str(number)))
-    step = 10 if top_percent <= 50 else 20
-    y_ticks = tuple((y(value / 100), f"{value} %") for value in range(0, top_percent + 1, step))
-    return Chart(tuple(lines), tuple(x_ticks), y_ticks)
+        markers = []
+        for number, ratio in curve.points:
+            text = f"{curve.name}, {number} micro-batches: {100 * ratio:.1f} %"
+            markers.append((scale.x(number), scale.y(ratio), text))
+        path = " ".join(f"{x},{y}" for x, y, _ in markers)
+        lines.append((curve.panel, curve.name, path, tuple(markers)))
+    return Chart(tuple(lines), scale.x_ticks(numbers), scale.y_ticks())
+
+
+@dataclass(frozen=True)
+class _Scale:
+    """The axes of the chart, which begin at 0.
+
+    Attributes:
+        last_number: the number of micro-batches at the right edge.
+        top_percent: the bubble ratio at the upper edge, in percent.
+    """
+
+    last_number: int
+    top_percent: int
+
+    def x(self, number: int) -> float:
+        """Return the horizontal position of a number of micro-batches."""
+        return round(_LEFT + (WIDTH - _LEFT - _RIGHT) * number / self.last_number, 1)
+
+    def y(self, ratio: float) -> float:
+        """Return the vertical position of a bubble ratio."""
+        height = HEIGHT - _BOTTOM - _TOP
+        return round(HEIGHT - _BOTTOM - height * 100 * ratio / self.top_percent, 1)
+
+    def x_ticks(self, numbers: Sequence[int]) -> tuple[tuple[float, str], ...]:
+        """Return the ticks at these numbers, without those whose texts would overlap."""
+        ticks: list[tuple[float, str]] = []
+        for number in numbers:
+            x = self.x(number)
+            if not ticks or x - ticks[-1][0] >= _TICK_DISTANCE:
+                ticks.append((x, str(number)))
+        return tuple(ticks)
+
+    def y_ticks(self) -> tuple[tuple[float, str], ...]:
+        """Return a tick every 10 %, or every 20 % on a long axis."""
+        step = 10 if self.top_percent <= 50 else 20
+        percents = range(0, self.top_percent + 1, step)
+        return tuple((self.y(percent / 100), f"{percent} %") for percent in percents)
+
+
+def _top_percent(largest_ratio: float) -> int:
+    """Return the bubble ratio at the upper edge of the chart: the next multiple of 10 %."""
+    percent = int(100 * largest_ratio + 1)
+    return max(10, 10 * math.ceil(percent / 10))

@@ -39,51 +39,80 @@ def makespan(
     Source: Luo et al. 2022, SPP, pipeline execution scheduler; docs/literature/spp.md, which has no
     more of the order than this.
     """
-    stages = len(forward)
     # By resource, seconds of a forward and of a backward block. Even resources are the stages, odd
     # ones the channels between them.
-    seconds: list[tuple[float, float]] = []
-    for stage in range(stages):
-        seconds.append((forward[stage], backward[stage]))
-        if stage + 1 < stages:
-            seconds.append((channel[stage], channel[stage]))
-    last = len(seconds) - 1
-    waiting: list[list[_Block]] = [[] for _ in seconds]
-    free = [True] * len(seconds)
-    waiting[0] = [(True, number) for number in range(micro_batches)]  # sorted, so it is a heap
-    running: list[tuple[float, int, _Block]] = []
-    stage_end = [0.0] * stages
-    now, changed = 0.0, {0}
-    while True:
-        for resource in changed:
-            if free[resource] and waiting[resource]:
-                block = heapq.heappop(waiting[resource])
-                free[resource] = False
+    seconds: list[tuple[float, float]] = [(forward[0], backward[0])]
+    for hop_s, forward_s, backward_s in zip(channel, forward[1:], backward[1:], strict=True):
+        seconds += [(hop_s, hop_s), (forward_s, backward_s)]
+    execution = _Execution(seconds, micro_batches)
+    execution.start_blocks({0})
+    while execution.running:
+        execution.start_blocks(execution.end_blocks())
+    stage_ends = execution.last_end[::2]
+    return max(end + sync_s for end, sync_s in zip(stage_ends, sync, strict=True))
+
+
+class _Execution:
+    """The blocks that run and wait at a moment.
+
+    Attributes:
+        running: heap of the running blocks, as (end, resource, block).
+        last_end: by resource, the end of the last block that it has run.
+    """
+
+    def __init__(self, seconds: Sequence[tuple[float, float]], micro_batches: int) -> None:
+        self.running: list[tuple[float, int, _Block]] = []
+        self.last_end = [0.0] * len(seconds)
+        self._seconds = seconds
+        self._now = 0.0
+        self._free = [True] * len(seconds)
+        self._waiting: list[list[_Block]] = [[] for _ in seconds]
+        # Sorted, so it is a heap.
+        self._waiting[0] = [(True, number) for number in range(micro_batches)]
+
+    def start_blocks(self, resources: set[int]) -> None:
+        """Start the first waiting block of each of these resources that is free."""
+        for resource in resources:
+            if self._free[resource] and self._waiting[resource]:
+                block = heapq.heappop(self._waiting[resource])
                 is_forward, _ = block
-                forward_s, backward_s = seconds[resource]
-                end = now + (forward_s if is_forward else backward_s)
-                heapq.heappush(running, (end, resource, block))
-        if not running:
-            return max(end + sync_s for end, sync_s in zip(stage_end, sync, strict=True))
-        # All blocks that end now end before any other starts: else the choice of a resource would
-        # depend on the order of equal times.
-        now = running[0][0]
+                forward_s, backward_s = self._seconds[resource]
+                end = self._now + (forward_s if is_forward else backward_s)
+                heapq.heappush(self.running, (end, resource, block))
+                self._free[resource] = False
+
+    def end_blocks(self) -> set[int]:
+        """Advance to the next end of a block.
+
+        All blocks that end at this moment do so before any other starts: otherwise the choice of a
+        resource would depend on the order of equal times.
+
+        Returns:
+            The resources that have become free, or have got another waiting block.
+        """
+        self._now = self.running[0][0]
         changed = set()
-        while running and running[0][0] == now:
-            _, resource, block = heapq.heappop(running)
-            free[resource] = True
+        while self.running and self.running[0][0] == self._now:
+            _, resource, block = heapq.heappop(self.running)
+            self._free[resource] = True
+            self.last_end[resource] = self._now
             changed.add(resource)
-            if resource % 2 == 0:
-                stage_end[resource // 2] = now
-            next_resource, next_block = _next_block(resource, block, last)
-            if next_resource >= 0:
-                heapq.heappush(waiting[next_resource], next_block)
+            following = _next_block(resource, block, len(self._seconds) - 1)
+            if following is not None:
+                next_resource, next_block = following
+                heapq.heappush(self._waiting[next_resource], next_block)
                 changed.add(next_resource)
+        return changed
 
 
-def _next_block(resource: int, block: _Block, last: int) -> tuple[int, _Block]:
-    """Return the next block on a micro-batch's path, and its resource; -1 at the end."""
+def _next_block(resource: int, block: _Block, last: int) -> tuple[int, _Block] | None:
+    """Return the next block on a micro-batch's path, after its resource; None at the end.
+
+    Args:
+        resource, block: where the micro-batch is.
+        last: the resource of the last stage.
+    """
     is_forward, number = block
-    if is_forward and resource == last:
-        return last, (False, number)
-    return resource + (1 if is_forward else -1), block
+    if is_forward:
+        return (last, (False, number)) if resource == last else (resource + 1, block)
+    return (resource - 1, block) if resource > 0 else None

@@ -43,6 +43,9 @@ _STYLE = {
     "ytick.color": _LABEL_COLOUR,
     "axes.linewidth": 0.7,
 }
+#: Curves of flush, and the end of a run that was given up.
+_DOTTED: dict[str, Any] = {"linestyle": (0, (1.2, 1.2))}
+_CROSS: dict[str, Any] = {"linestyle": "", "marker": "x", "markeredgewidth": 1.8}
 _DPI = 130
 _PANELS_PER_ROW = 4
 
@@ -200,45 +203,39 @@ def _loss_limits(results: Results, groups: Sequence[Group]) -> tuple[float, floa
 def _draw_loss(axes: Axes, results: Results, group: Group, per_batch: float, colour: str) -> None:
     """Draw the mean loss over the seeds in the band of their range, as far as all seeds go; a cross
     marks the end of a run that was given up.
+
+    Args:
+        axes: the panel.
+        results: of the study.
+        group: whose runs differ by their seeds only.
+        per_batch: length of a batch on the x axis.
+        colour: of curve, band and crosses.
     """
     runs = results.groups[group]
     window = window_length(runs[0].case.batches)
     curves = [smooth(run.losses, window) for run in runs]
-    points = min(map(len, curves))
-    xs = [(point + 1) * window * per_batch for point in range(points)]
-    spreads = [Spread(losses) for losses in zip(*(curve[:points] for curve in curves), strict=True)]
+    # `zip` ends with the shortest curve.
+    spreads = [Spread(losses) for losses in zip(*curves, strict=False)]
+    xs = [_window_end(index, window, per_batch) for index in range(len(spreads))]
+    low, high = [spread.low for spread in spreads], [spread.high for spread in spreads]
+    mean = [spread.mean for spread in spreads]
     is_flush = group.rule == BASELINE
     # The rule of the panel is drawn over flush.
     order = 2 if is_flush else 3
-    axes.fill_between(
-        xs,
-        [spread.low for spread in spreads],
-        [spread.high for spread in spreads],
-        color=colour,
-        alpha=0.18,
-        linewidth=0,
-        zorder=order,
-    )
-    axes.plot(
-        xs,
-        [spread.mean for spread in spreads],
-        color=colour,
-        linewidth=1.0 if is_flush else 1.3,
-        zorder=order,
-        linestyle=(0, (1.2, 1.2)) if is_flush else "-",
-    )
+    line: dict[str, Any] = {"linewidth": 1.0, **_DOTTED} if is_flush else {"linewidth": 1.3}
+    axes.fill_between(xs, low, high, color=colour, alpha=0.18, linewidth=0, zorder=order)
+    axes.plot(xs, mean, color=colour, zorder=order, **line)
     for run, curve in zip(runs, curves, strict=True):
         if run.given_up is not None and curve:
-            axes.plot(
-                [len(curve) * window * per_batch],
-                # Below the top of the axis, which is 1.25 times the first loss: see `_loss_limits`.
-                [min(curve[-1], 1.2 * run.losses[0])],
-                "x",
-                color=colour,
-                markersize=6,
-                markeredgewidth=1.8,
-                zorder=5,
-            )
+            x = _window_end(len(curve) - 1, window, per_batch)
+            # Below the top of the axis, which is 1.25 times the first loss: see `_loss_limits`.
+            y = min(curve[-1], 1.2 * run.losses[0])
+            axes.plot([x], [y], color=colour, markersize=6, zorder=5, **_CROSS)
+
+
+def _window_end(index: int, window: int, per_batch: float) -> float:
+    """Return the end of a window of `window` batches on the x axis."""
+    return (index + 1) * window * per_batch
 
 
 def _depth_colours(depths: Sequence[int]) -> list[str]:
@@ -262,18 +259,10 @@ def _draw_legend(axes: Axes, depths: Sequence[int], flush_by_depth: bool) -> Non
             [],
             color=_LABEL_COLOUR if flush_by_depth else _FLUSH_COLOUR,
             linewidth=1.2,
-            linestyle=(0, (1.2, 1.2)),
+            **_DOTTED,
             label="flush, by depth" if flush_by_depth else "flush, every depth",
         ),
-        Line2D(
-            [],
-            [],
-            color=_LABEL_COLOUR,
-            marker="x",
-            linestyle="",
-            markeredgewidth=1.8,
-            label="given up: diverged",
-        ),
+        Line2D([], [], color=_LABEL_COLOUR, **_CROSS, label="given up: diverged"),
     ]
     axes.legend(
         handles=handles,

@@ -5,7 +5,7 @@ figures.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,12 +24,40 @@ from penstock.study.convergence.results import Results
 from penstock.study.convergence.runner import Failed, Report, run_cases
 from penstock.study.convergence.stage_cut import cut_into_stages
 from penstock.study.convergence.tasks import study_task
-from penstock.study.convergence.throughput import fastest_flush, measure, profile_of, throughput
+from penstock.study.convergence.throughput import (
+    Throughput,
+    fastest_flush,
+    measure,
+    profile_of,
+    throughput,
+)
 from penstock.tracing.traced_chain import chain
 from penstock.training.task import make_task
 
 #: Prints a message about the progress.
 Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class _Models:
+    """The models of the tasks.
+
+    Attributes:
+        profiles: by task.
+        lengths: layers per stage, by task and depth.
+    """
+
+    profiles: Mapping[str, Profile]
+    lengths: Mapping[tuple[str, int], Sequence[int]]
+
+    def fastest_flush(self, case: Case) -> Case:
+        """Return the case of flush to compare the time of a case with."""
+        return fastest_flush(case, self.profiles[case.task], self.lengths[case.task, case.stages])
+
+    def throughput(self, case: Case, measured_s: float | None) -> Throughput:
+        """Return the throughput of a case, whose batches take `measured_s` if they were timed."""
+        lengths = self.lengths[case.task, case.stages]
+        return throughput(case, self.profiles[case.task], lengths, measured_s)
 
 
 @dataclass(frozen=True)
@@ -63,36 +91,35 @@ class Study:
         """
         cases, refused = self.experiment.cases()
         record_file = RecordFile(self.folder)
-        profiles = self._profiles(say)
-        lengths = self._lengths()
-        case_of_group = {case.group: case for case in cases}
-        flush_of_group = {
-            group: fastest_flush(case, profiles[case.task], lengths[case.task, case.stages])
-            for group, case in case_of_group.items()
-        }
+        models = _Models(self._profiles(say), self._lengths())
+        timed_cases = {case.group: case for case in cases}
+        flush_cases = {group: models.fastest_flush(case) for group, case in timed_cases.items()}
         # With numbers of micro-batches that no case of the experiment may have: timed as well.
-        case_of_group |= {case.group: case for case in flush_of_group.values()}
+        timed_cases |= {case.group: case for case in flush_cases.values()}
         pending = sum(case.key not in record_file.records for case in cases)
         if pending < len(cases):
             recorded = len(cases) - pending
             say(f"{recorded} of {len(cases)} cases are in {record_file.path} already")
         failed = run_cases(cases, record_file, self.jobs, start_cases(pending))
-        failed_timings = self._measure(case_of_group, record_file, say) if self.measured else []
-        throughputs = {}
-        for group, case in case_of_group.items():
-            case_lengths = lengths[case.task, case.stages]
-            measured_s = record_file.measured.get(group)
-            throughputs[group] = throughput(case, profiles[case.task], case_lengths, measured_s)
+        failed_timings = self._measure(timed_cases, record_file, say) if self.measured else []
+        throughputs = {
+            group: models.throughput(case, record_file.measured.get(group))
+            for group, case in timed_cases.items()
+        }
         records = record_file.of(cases)
         results = Results(
             self.experiment,
             tuple(records),
             throughputs,
-            {group: case.group for group, case in flush_of_group.items()},
-            tuple(refused),
-            tuple((str(failure.case), failure.reason) for failure in [*failed, *failed_timings]),
-            {**machine_facts(torch.device("cpu")), "threads": "1", "torch": torch.__version__},
-            len(cases) - len(records) - len(failed),
+            fastest={group: case.group for group, case in flush_cases.items()},
+            refused=tuple(refused),
+            failed=tuple((str(entry.case), entry.reason) for entry in (*failed, *failed_timings)),
+            machine={
+                **machine_facts(torch.device("cpu")),
+                "threads": "1",
+                "torch": torch.__version__,
+            },
+            missing=len(cases) - len(records) - len(failed),
         )
         if records:
             self._write(results)
@@ -109,14 +136,14 @@ class Study:
         return profiles
 
     def _measure(
-        self, case_of_group: Mapping[Group, Case], record_file: RecordFile, say: Say
+        self, timed_cases: Mapping[Group, Case], record_file: RecordFile, say: Say
     ) -> list[Failed]:
         """Time batches of the cases that have no more ranks than the host has cores, one case after
         the other, and return those that failed.
         """
         cores = len(os.sched_getaffinity(0))
         failed = []
-        for group, case in case_of_group.items():
+        for group, case in timed_cases.items():
             if group in record_file.measured or not 1 < case.programs.ranks <= cores:
                 continue
             say(
