@@ -381,7 +381,8 @@ def _without_gradient_sums(
     updates = costs.spread_or_zeros("update", schedule.stages)
     gradients = costs.spread_or_zeros("gradient_bytes", schedule.stages)
     update_alone = [
-        seconds - all_reduce_seconds(ranks, size, cluster)
+        # The size may be rounded.
+        max(0.0, seconds - all_reduce_seconds(ranks, size, cluster))
         for seconds, ranks, size in zip(updates, schedule.ranks_of_stage, gradients, strict=True)
     ]
     return replace(costs, update=update_alone)
