@@ -182,23 +182,24 @@ def test_receives_are_posted_first_and_sends_follow_the_op():
 def test_a_batch_is_compared_while_its_message_is_on_the_way():
     """The checksum costs time, which the wait would take anyway; it is computed on request only.
 
-    So is the part of the first forward that needs no input.
+    So is the part of the first forward that needs no input, of the stage that has received it.
     """
-    ranks = Ranks("0F0\n1F0")
+    ranks = Ranks("1F0\n0F0 2F0")
     log = ranks.logs[1]
-    message, op = ranks.programs[1]
+    message, op = Transfer(Direction.RECV, Message(Kind.F, 1, 0), 0), Op.parse("2F0")
     for pending in (None, object()):
         one = batch(1)
         one.pending_check = pending
         one.checksum = lambda: log.append(("checksum",))
         log.clear()
-        arrival = Recorder(log, "arrival", wait=value("F", 0, 0))
+        arrival = Recorder(log, "arrival", wait=value("F", 1, 0))
         ranks.interpreters[1].transport = SimpleNamespace(
             post=lambda *args, arrival=arrival: arrival
         )
         ranks.interpreters[1].run_actions([message, op], RunContext(BatchesInFlight.alone(one)))
         names = [entry[0] for entry in log]
         assert names == (["checksum", "prepare"] if pending else []) + ["arrival.wait", "F"]
+        assert (("prepare", 2, 0) in log) == (pending is not None)
 
 
 def test_gradients_of_replicas_are_watched_before_the_last_backward_and_summed_after_it():
@@ -390,14 +391,20 @@ def test_ops_of_a_device_are_timed_by_its_own_clock():
 
 
 def test_layers_that_processes_share_end_only_after_a_whole_program():
-    """A program that fails leaves what its collectives still read."""
-    interpreter, program, log = interpreter_of("0F0 0B0")
-    interpreter.parallel = {0: Recorder(log, "parallel", begin=None, reduce=None, end=None)}
-    interpreter.stages[0].backward = failing(Fails("once"))
+    """Those of all stages. A program that fails leaves what its collectives still read."""
+    interpreter, program, log = interpreter_of("0F0 1F0 1B0 0B0")
+    interpreter.parallel = {
+        stage: Recorder(log, f"parallel {stage}", begin=None, end=None) for stage in range(2)
+    }
+    begins = ["parallel 0.begin", "parallel 1.begin"]
+    interpreter.play(program, batch(1))
+    ends = ["parallel 0.end", "parallel 1.end"]
+    assert [entry[0] for entry in log] == [*begins, "F", "F", "B", "B", *ends]
+    log.clear()
+    interpreter.stages[1].backward = failing(Fails("once"))
     with pytest.raises(StageFailed):
         interpreter.play(program, batch(1))
-    names = [entry[0] for entry in log]
-    assert names == ["parallel.begin", "F", "forget"]
+    assert [entry[0] for entry in log] == [*begins, "F", "F", "forget", "forget"]
 
 
 def test_the_status_of_a_rank_says_what_it_does_and_what_it_waits_for():

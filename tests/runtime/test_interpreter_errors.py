@@ -90,7 +90,7 @@ def test_a_failed_op_names_rank_stage_op_and_step_and_all_is_dropped():
     """The error that is shown has the failure as its cause."""
     ranks = Ranks("0F0 1F0 1B0 0B0")
     interpreter, log = ranks.interpreters[0], ranks.logs[0]
-    interpreter.replicas = {1: replica_group(log, 1)}
+    interpreter.replicas = {stage: replica_group(log, stage) for stage in range(2)}
     error = Fails("too hot")
     interpreter.stages[1].backward = failing(error)
     interpreter._stored_activations[0, 0] = value("E", 0, 0)
@@ -102,7 +102,8 @@ def test_a_failed_op_names_rank_stage_op_and_step_and_all_is_dropped():
     assert not interpreter._values
     assert not interpreter._arrivals
     assert not interpreter._stored_activations
-    assert log[-3:] == [("forget", 0), ("forget", 1), ("replicas 1.forget",)]
+    forgets = [("forget", 0), ("forget", 1), ("replicas 0.forget",), ("replicas 1.forget",)]
+    assert log[-4:] == forgets
     assert ranks.board.current[0][0] == "is at 1B0"
 
 
@@ -115,9 +116,17 @@ def test_a_failed_update_names_its_op():
         interpreter.play(program, batch(1, step=4))
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), NonFinite(0, 0, "0F0", 0, "NaN", 0)])
+@pytest.mark.parametrize(
+    "error",
+    [
+        KeyboardInterrupt(),
+        NonFinite(0, 0, "0F0", 0, "NaN", 0),
+        PeerFailed(0, "the other replicas", "rank 1 ran away"),
+        DeadlineExceeded(0, "the other replicas", 9.0, ()),
+    ],
+)
 def test_some_errors_of_an_op_are_raised_as_they_are(error):
-    """An interrupt is no failure of the stage, and a NonFinite names its place itself."""
+    """An interrupt is no failure of the stage, and the others name their cause themselves."""
     interpreter, program, log = interpreter_of(ALONE)
     interpreter.stages[0].forward = failing(error)
     with pytest.raises(type(error)) as e:

@@ -153,6 +153,7 @@ def test_a_rank_holds_evicted_activations_of_several_batches():
         evict = Message(Kind.E, 0, number)
         owner.run_actions([Op.parse(f"0E{number}"), Transfer(Direction.SEND, evict, 1)], context)
         holder.run_actions([Transfer(Direction.RECV, evict, 0), Op.parse(f"0E{number}")], context)
+        assert ranks.logs[0][-1] == ("E", 0, 0, None)
     for number in range(2):
         load = Message(Kind.L, 0, number)
         holder.run_actions([Op.parse(f"0L{number}"), Transfer(Direction.SEND, load, 0)], context)

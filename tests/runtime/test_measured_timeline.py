@@ -69,9 +69,11 @@ def check(timeline, expected):
     assert total == sum(event.bytes for event in timeline.events)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "bpipe"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "bpipe", "zb-v"])
 def test_the_messages_of_a_step_are_those_of_the_simulation(schedule):
-    """Activations, gradients, and activations that a partner stores, with their bytes."""
+    """Activations, gradients, and activations that a partner stores, with their bytes. What a rank
+    gives to its own next stage is no message.
+    """
     stages = 4
     programs = ps.schedule(schedule, stages, 4)
     timeline = train(programs, stages, 2, executor="threads")
@@ -170,9 +172,9 @@ def two_processes(monkeypatch, local_rank):
 
     The clock of rank 1 is 100 s ahead. Ops were run as those of the third micro-batch.
     """
-    run_ops = {0: ["0F2", "0B2"], 1: ["1F2", "1B2"]}
+    run_ops = {0: ["0F2", "0B2"], 1: ["1F2", "1B2", "1U3"]}
     rows = {
-        rank: [(Op.parse(f"{text[:2]}0"), Op.parse(text)) for text in texts]
+        rank: [(Op.parse(f"{text[:2]}{int(text[2]) - 2}"), Op.parse(text)) for text in texts]
         for rank, texts in run_ops.items()
     }
     monkeypatch.setattr(module, "device_peaks", lambda device: (device + 70, device + 80))
@@ -220,7 +222,7 @@ def two_processes(monkeypatch, local_rank):
         return {} if local_rank else whole
 
     def broadcast(value, source, form):
-        assert (source, form.shape, form.dtype) == (0, (6, 6), "float64")
+        assert (source, form.shape, form.dtype) == (0, (7, 6), "float64")
         if local_rank:
             assert value is None
         else:
@@ -248,4 +250,5 @@ def test_all_processes_have_the_times_of_all_ranks_on_the_clock_of_rank_0(monkey
         Event(1, Op.parse("1F0"), 1.0, 1.5, wait_s=0.75),
         Event(1, Op.parse("1B0"), 2.0, 2.5),
         Event(1, Op.parse("1B0"), 2.5, 2.75, 32, 0),
+        Event(1, Op.parse("1U1"), 3.0, 3.5),
     ]

@@ -187,12 +187,18 @@ def failing(job):
     raise ValueError("planted")
 
 
+def interrupted(job):
+    """Be interrupted by the user, as in a notebook."""
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("fail", [failing, interrupted])
 @pytest.mark.parametrize("mode", Mode)
-def test_a_failed_batch_leaves_no_gradients_if_it_trained(mode):
+def test_a_failed_batch_leaves_no_gradients_if_it_trained(mode, fail):
     """Those of a part of a batch must not enter the next update; other modes keep what is there."""
     run = Run()
-    run.assembly.world.run = failing
-    with pytest.raises(ValueError, match="planted"):
+    run.assembly.world.run = fail
+    with pytest.raises((ValueError, KeyboardInterrupt)):
         run.play(mode)
     zeroed = [
         call[0]
@@ -203,7 +209,8 @@ def test_a_failed_batch_leaves_no_gradients_if_it_trained(mode):
     assert zeroed == (["finite 1.reset", "update 0.zero", "update 1.zero"] if trained else [])
 
 
-def test_a_step_by_itself_runs_on_all_ranks_and_is_recorded():
+@pytest.mark.parametrize("fail", [failing, interrupted])
+def test_a_step_by_itself_runs_on_all_ranks_and_is_recorded(fail):
     """A failed one leaves no gradients."""
     run = Run()
     run.player.step()
@@ -213,8 +220,8 @@ def test_a_step_by_itself_runs_on_all_ranks_and_is_recorded():
         ("global.record_step", {0: ("norm", 0.0), 1: ("norm", 0.0)}),
     ]
     run.log.clear()
-    run.assembly.world.run = failing
-    with pytest.raises(ValueError, match="planted"):
+    run.assembly.world.run = fail
+    with pytest.raises((ValueError, KeyboardInterrupt)):
         run.player.step()
     assert [call[0] for call in run.log] == ["finite 1.reset", "update 0.zero", "update 1.zero"]
 

@@ -214,6 +214,13 @@ def test_copies_that_average_after_waves_exchange_with_those_of_their_stage(rule
             assert site.waves is stream.waves
             assert site.pipelines == stream.pipelines
             assert site.exchange.replica is group
+    # A rank may have stages of which no other rank has a copy.
+    (index, group), *_ = assembly.wave_replicas[0].items()
+    assembly.wave_replicas[0].clear()
+    assembly.wave_replicas[0].update({7: object(), index: group})
+    assert StreamWeights(assembly).by_rank[0][index].site.exchange.replica is group
+    del assembly.wave_replicas[0][index]
+    assert StreamWeights(assembly).by_rank[0][index].site.exchange is None
     turns = assembly_of("avgpipe", (1, 1), micro_batches=1)
     stream = turns.setting.schedule.stream
     sites = [result.site for result in rules[-2:]]
