@@ -321,6 +321,7 @@ def test_sums_in_buckets_are_those_of_collective_operations_without_zero(
 ):
     """With ZeRO a replica needs the sums of its part alone; stages on one rank have no group."""
     monkeypatch.setattr(module, "ReplicaGroup", lambda *args: args)
+    monkeypatch.setattr(module, "is_sharded", lambda tensor: tensor == "part")
     monkeypatch.setattr(module, "BucketSum", lambda *args: ("buckets", *args[:3]))
     monkeypatch.setattr(module, "reduction_factory", lambda *args: ("reduction", *args))
     world = SimpleNamespace(
@@ -329,7 +330,7 @@ def test_sums_in_buckets_are_those_of_collective_operations_without_zero(
         replica_collectives=lambda stage: collectives,
     )
     guard = SimpleNamespace(rank=2, during=None)
-    stages = {0: SimpleNamespace(tensors=lambda: ["plain"]), 1: None}
+    stages = {0: SimpleNamespace(tensors=lambda: ["plain", "part"]), 1: None}
     schedule = SimpleNamespace(ranks_of_stage=[(1, 2), (2,)])
     options = SimpleNamespace(zero_level=zero, gradient_hook="fp16")
     groups = module._make_replicas(
@@ -345,7 +346,7 @@ def test_sums_in_buckets_are_those_of_collective_operations_without_zero(
             2,
             "links of 2",
             guard,
-            ["shared tensor"],
+            ["shared tensor", "part"],
             "segment of (1, 2)",
             buckets,
             zero,
@@ -405,3 +406,28 @@ def test_the_home_of_a_tied_tensor_is_the_first_rank_of_its_first_stage():
     assembly = assembly_of(layers, ps.Schedule.parse("1F0 1B0 1U1\n0F0 0B0 0U1"))
     assert assembly.placed.home == (1, 0)
     assert assembly.placed.shared == {"0.weight": 1}
+
+
+class OfOneRank:
+    """All ranks, of which this process has only the second."""
+
+    local_ranks = (1,)
+
+    def __init__(self, world):
+        self.world = world
+
+    def __getattr__(self, name):
+        return getattr(self.world, name)
+
+
+def test_a_process_holds_memory_for_the_layers_of_its_ranks_alone():
+    """Those of other ranks are copies on the meta device; threads have all layers."""
+    layers = [nn.Linear(4, 4) for _ in range(3)]
+    threads = assembly_of(layers, balance=(2, 1))
+    assert threads.traced.modules == tuple(layers)
+    training = Training(nn.functional.mse_loss, None, 0)
+    process = assemble(threads.traced, threads.setting, OfOneRank(threads.world), training)
+    assert list(process.interpreters) == [1]
+    assert [module.weight.is_meta for module in process.traced.modules] == [True, True, False]
+    assert process.traced.modules[2] is layers[2]
+    assert not layers[0].weight.is_meta

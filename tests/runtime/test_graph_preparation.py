@@ -112,7 +112,7 @@ class ScriptedVariants:
         self.log, self.example, self.is_known = log, example, is_known
         self.current, self.changes_stages, self.version = True, True, 0
         self.drawing, self.draws = frozenset(), {}
-        self.graphs = set()
+        self.graphs, self.dtypes = set(), []
 
     def is_current(self, training):
         """Whether the model is the one that was traced."""
@@ -131,6 +131,7 @@ class ScriptedVariants:
     def has(self, form, training):
         """Whether there is a graph."""
         self.log.append(("has", form.name, training))
+        self.dtypes.append(autocast_dtype())
         return (form.name, training) in self.graphs
 
     def find(self, form, training):
@@ -171,7 +172,7 @@ def prepare(monkeypatch):
         stages = [SimpleNamespace(renew=lambda n=n: log.append(("renew", n))) for n in range(2)]
         world = SimpleNamespace(
             local_ranks=(3, 4),
-            device=lambda rank: torch.device("cpu"),
+            device={3: torch.device("cpu")}.get,
             board=lambda rank: SimpleNamespace(doing=lambda text: log.append((rank, text))),
         )
         traced = SimpleNamespace(variants=graphs, roots=["root"])
@@ -213,6 +214,7 @@ def test_the_example_is_traced_first_unless_its_graph_came_with_the_chain(
     traces = [entry for entry in log if entry[0] == "trace"]
     expected = autocast is not None or not is_known
     assert traces == [("trace", "example", True, autocast)] * expected
+    assert graphs.dtypes == [autocast] * expected, "it is looked up as it would be traced"
     preparation, graphs, log = prepare(example=None, autocast=autocast)
     preparation.begin()
     assert log == []
@@ -355,8 +357,8 @@ def test_the_number_of_prepared_forms_has_a_limit(prepare, monkeypatch):
     for number in range(9):
         preparation.prepare(batch_of("a", signature=str(number)))
         assert len(preparation._prepared) <= 4
-    log.clear()
-    preparation.prepare(batch_of("a", signature="8"))
-    assert log == CHECKS
+        log.clear()
+        preparation.prepare(batch_of("a", signature=str(number)))
+        assert log == CHECKS, "the last one is there"
     preparation.prepare(batch_of("a", signature="0"))
     assert ("has", "a", True) in log

@@ -252,3 +252,39 @@ def test_names_that_a_state_lacks_or_has_in_excess_are_returned_or_refused():
     assert (list(missing), list(unexpected)) == (["2.bias"], ["surplus"])
     assert torch.equal(pipe.state_dict()["0.bias"], other["0.bias"])
     assert not torch.equal(pipe.state_dict()["2.bias"], bias)
+
+
+def test_a_stream_that_has_failed_goes_on_from_loaded_weights():
+    """They are those of no batch; without them its stages have had different updates."""
+    options = {
+        "schedule": "pipedream",
+        "micro_batches": 1,
+        "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    }
+    pipe = threads(nn.Sequential(*plain_layers(), Trap(at=2)), [2, 2], **options)
+    other = threads(plain_layers(), [2, 1], **options)
+    start = pipe.state_dict()
+    with pytest.raises(RunError, match="a planted failure"):
+        list(pipe.train(map(data, range(4))))
+    with pytest.raises(RunError, match="cannot go on after a batch that failed"):
+        pipe.train_batch(*data(0))
+    pipe.load_state_dict(start)
+    assert [float(loss) for loss in pipe.train(map(data, range(3)))] == [
+        float(loss) for loss in other.train(map(data, range(3)))
+    ]
+
+
+@pytest.mark.parametrize(
+    "schedule", ["pipedream", "hetpipe", ps.schedule("terapipe", 2, 2, slices=3)], ids=str
+)
+def test_every_kind_of_schedule_evaluates_whole_batches(schedule):
+    """In a stream a batch is one of many, and slices of a sequence are joined again."""
+    model = plain_layers()
+    micro_batches = None if isinstance(schedule, ps.Schedule) else 1
+    pipe = threads(plain_layers(), [2, 1], schedule=schedule, micro_batches=micro_batches)
+    for samples in (4, 3):
+        x, y = torch.randn(samples, 6, 4).double(), torch.randn(samples, 6, 2).double()
+        expected = model(x).detach()
+        torch.testing.assert_close(pipe.forward(x), expected)
+        loss = nn.functional.mse_loss(expected, y).float()
+        torch.testing.assert_close(pipe.eval_batch(x, y), loss)

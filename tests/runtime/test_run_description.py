@@ -19,10 +19,11 @@ import torch
 from torch import nn
 
 import penstock as ps
-from penstock.ranks.settings.run_config import Overrides, make_run_config
+from penstock.ranks.settings.run_config import Overrides, RunConfig, make_run_config
 from penstock.ranks.settings.setting_differences import META, STALE
 from penstock.runtime import run_description
 from penstock.runtime.run_description import describe, describe_optimizers
+from penstock.schedule.op import Schedule
 from penstock.stage.stage_builder import Training
 from penstock.stage.training_options import TrainingOptions
 
@@ -384,3 +385,23 @@ def test_every_difference_of_models_is_described(change):
     """Values, layers, options, modes, dtypes, and what is trained."""
     assert everything(description_of(layers(**change))) != everything(description_of(layers()))
     assert everything(description_of(layers())) == everything(description_of(layers()))
+
+
+def test_all_fields_of_what_runs_are_described():
+    """But for those that do not change what is computed, and those that are compared elsewhere."""
+    elsewhere = {"name", "options", "programs", "lengths", "rule", "parallelism"}
+    facts = description_of().facts
+    for kind, prefix in ((Schedule, "schedule: "), (RunConfig, ""), (Training, "")):
+        names = {field.name for field in dataclasses.fields(kind) if field.name[0] != "_"}
+        names -= elsewhere | {"planned_busy_s"}
+        assert {f"{prefix}{name}" for name in names} <= facts.keys(), kind
+
+
+def test_the_weight_rule_of_a_stream_is_described():
+    """The programs are the same under all rules."""
+    schedule = ps.schedule("pipedream", stages=2)
+    plain, other = (
+        description_of(schedule=schedule, weights=weights) for weights in (None, "pipemare")
+    )
+    assert plain.lists == other.lists
+    assert plain.facts != other.facts

@@ -80,3 +80,14 @@ def test_other_threads_leave_signals_alone(earlier):
     thread.start()
     thread.join()
     assert thread_handlers == [handlers]
+
+
+@pytest.mark.parametrize("handler", [signal.SIG_IGN, signal.SIG_DFL])
+def test_signals_that_were_ignored_or_left_to_the_system_are_so_again(earlier, handler):
+    """Such as those of a program that runs under nohup."""
+    for number in SIGNALS:
+        signal.signal(number, handler)
+    with StopSignals() as signals:
+        signal.raise_signal(signal.SIGUSR1)
+        assert signals.save
+    assert {signal.getsignal(number) for number in SIGNALS} == {handler}

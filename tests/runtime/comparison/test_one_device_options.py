@@ -12,7 +12,7 @@ import penstock as ps
 from penstock.errors import SettingError
 from penstock.modules.side_loss import side_loss
 from penstock.runtime.comparison import one_device_comparison
-from penstock.runtime.comparison.one_device_comparison import compare
+from penstock.runtime.comparison.one_device_comparison import Comparison, compare
 
 SHAPE = (7, 6)
 
@@ -236,3 +236,45 @@ def test_rank_0_needs_inputs_and_targets_of_the_whole_batch(missing):
     with pytest.raises(SettingError, match="needs the whole batch") as error:
         compare(assembly, lambda: log.append("played"), SimpleNamespace(whole=whole), None)
     assert log == [error.value]
+
+
+def test_other_ranks_need_no_whole_batch(monkeypatch):
+    """They take part, and compare nothing."""
+    collected = SimpleNamespace(collect=lambda *args: {}, collect_grads=lambda *args: {})
+    monkeypatch.setattr(one_device_comparison, "state", collected)
+    monkeypatch.setattr(one_device_comparison, "by_micro_batch", lambda *args: {})
+    assembly = SimpleNamespace(
+        world=SimpleNamespace(local_ranks=(1,)),
+        placed=SimpleNamespace(local=[]),
+        stages=[],
+        setting=SimpleNamespace(schedule=None),
+    )
+    played = []
+    batch = SimpleNamespace(whole=[torch.ones(2, device="meta")] * 2)
+    assert compare(assembly, lambda: played.append("batch"), batch, None) == Comparison()
+    assert played == ["batch"]
+
+
+def test_frozen_parameters_are_no_buffers():
+    """They have no gradient, and do not change."""
+    layers = [nn.Linear(6, 6), nn.Linear(6, 6)]
+    layers[0].bias.requires_grad_(False)
+    comparison = comparison_of(layers)
+    assert comparison.buffers == {}
+    assert comparison.relative < 1e-5
+
+
+def test_buffers_of_all_copies_of_a_stage_come_back():
+    """Each has seen other micro-batches."""
+    pipe = ps.Pipeline(
+        [nn.BatchNorm1d(6)],
+        balance=[1],
+        schedule=ps.Schedule.parse("0F0 0B0 0U1\n0F1 0B1 0U1"),
+        loss=nn.functional.mse_loss,
+        executor="threads",
+    )
+    modules = [stage.layers[0].module for stage in pipe._assembly.stages]
+    before = [module.running_mean.clone() for module in modules]
+    pipe.compare_with_one_device(torch.randn(SHAPE), torch.randn(SHAPE))
+    for module, mean in zip(modules, before, strict=True):
+        assert torch.equal(module.running_mean, mean)

@@ -189,19 +189,20 @@ class Pipe(ModelState):
         self.log.append(call)
 
 
+@pytest.mark.parametrize("stale", [0, 1])
 @pytest.mark.parametrize("as_list", [False, True])
-def test_a_filled_model_may_be_read_and_one_that_was_not_filled_stays_stale(as_list):
+def test_a_filled_model_may_be_read_and_one_that_was_not_filled_stays_stale(as_list, stale):
     """Its layers have the values of all ranks then; after a failure it is as it was before."""
     pipe = Pipe(two_stages())
     layers = [Scales(), Scales()]
     model = layers if as_list else nn.Sequential(*layers)
-    guards = [Guard(0, 2, {index: str(index)}, stale=not index) for index in range(2)]
+    guards = [Guard(0, 2, {index: str(index)}, stale=index == stale) for index in range(2)]
     for guard, layer in zip(guards, layers, strict=True):
         guard.watch([layer], [], copies=False)
     layers[0].register_buffer("surplus", torch.ones(1))
     with pytest.raises(SettingError, match="surplus"):
         pipe.load_into(model)
-    assert [guard.stale for guard in guards] == [True, False]
+    assert [guard.stale for guard in guards] == [stale == 0, stale == 1]
     del layers[0].surplus
     pipe.load_into(model)
     assert [guard.stale for guard in guards] == [False, False]

@@ -50,15 +50,19 @@ def test_a_multiple_between_two_calls_is_due_at_the_second(series, tmp_path, fir
     assert save_steps(pipe) == {4: [5, 11], 8: [10, 16] if resumed else [12, 15]}[first]
 
 
-def test_the_newest_whole_checkpoint_is_loaded(series, tmp_path):
-    """Steps that follow it count from there, and later ones are set aside."""
+def test_the_newest_whole_checkpoint_is_loaded(series, tmp_path, monkeypatch):
+    """Steps that follow it count from there, and later ones are set aside. The message on a lost
+    rank has its step.
+    """
+    watch = SimpleNamespace(checkpoint_step=None)
+    monkeypatch.setattr(module, "heartbeats", lambda: watch)
     series.folders = ["step-2", "step-8", "step-5"]
     messages = []
     checkpoints = Checkpoints(tmp_path, every=4, say=messages.append)
     pipe = Pipe()
     assert checkpoints.resume(pipe) == 8
     assert pipe.attempts == ["step-8"]
-    assert (checkpoints.saved_step, messages) == (8, [])
+    assert (checkpoints.saved_step, watch.checkpoint_step, messages) == (8, 8, [])
     assert series.aside == [(tmp_path, 8)]
     assert run(checkpoints, pipe, 4) == []
     assert save_steps(pipe) == [12]

@@ -229,12 +229,13 @@ def test_unlike_groups_of_stages_have_no_common_optimizer(ranks):
     )
     with pytest.raises(SettingError, match=r'groups, \{.*"lr": 1\.0.*\} and \{.*"lr": 2\.0'):
         plain_state.restore(assembly, state_for([[0, 1]], {}))
-    # Options of one list and another are unlike, too.
-    for number, stage in enumerate(stages):
-        (group,) = stage.update.optimizer.param_groups
-        group["lr"], group["betas"] = 1.0, [0.5, number]
-    with pytest.raises(SettingError, match=r'"betas": \[0\.5, 0\].*"betas": \[0\.5, 1\]'):
-        plain_state.restore(assembly, state_for([[0, 1]], {}))
+    # Options of one list or tuple and another are unlike, too.
+    for kind in (list, tuple):
+        for number, stage in enumerate(stages):
+            (group,) = stage.update.optimizer.param_groups
+            group["lr"], group["betas"] = 1.0, kind((0.5, number))
+        with pytest.raises(SettingError, match=r'"betas": \[0\.5, 0\].*"betas": \[0\.5, 1\]'):
+            plain_state.restore(assembly, state_for([[0, 1]], {}))
     # The order of the options does not matter.
     for number, stage in enumerate(stages):
         (group,) = stage.update.optimizer.param_groups
