@@ -89,6 +89,15 @@ def test_programs_out_of_order_are_refused(text):
         Schedule.parse(text)
 
 
+def test_a_label_is_read_with_all_its_digits():
+    """From rank 10 on, the first digit alone is the number of another rank."""
+    text = "\n".join(f"rank {rank} | 0F{rank} 0B{rank}" for rank in range(12))
+    assert str(Schedule.parse(text)) == text
+    for wrong in (1, 20, 11):
+        with pytest.raises(ScheduleError, match=f"'rank {wrong}' labels the program of rank 10:"):
+            Schedule.parse(text.replace("rank 10 ", f"rank {wrong} "))
+
+
 def test_a_second_bar_in_a_line_is_refused():
     """Half a program must not vanish into a label."""
     with pytest.raises(ScheduleError, match=r"'\|' is not an op"):

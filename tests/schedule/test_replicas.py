@@ -176,6 +176,25 @@ def test_unevenly_replicated_stages_are_sound_and_take_micro_batches_in_turn(rep
     )
 
 
+@settings(max_examples=60)
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=6), st.integers(1, 3))
+def test_the_start_up_counts_the_ranks_behind_a_stage(replicas, factor):
+    """w is how often all ranks of a stage fit into those after its first rank; DAPPLE's policy B
+    runs 2 w + 1 ahead on each of them.
+    """
+    expected, passed_on = [], 10**9
+    for stage, number in enumerate(replicas):
+        ranks_behind = sum(replicas[stage:]) - 1
+        ahead_per_rank = 1
+        while ranks_behind >= number:
+            ranks_behind -= number
+            ahead_per_rank += factor
+        passed_on = min(passed_on, number * ahead_per_rank)
+        expected.append(passed_on)
+    assert start_up(replicas, factor) == tuple(expected)
+    assert start_up(replicas) == start_up(replicas, 1)
+
+
 def test_a_slow_stage_on_more_ranks_is_no_longer_in_the_way():
     """What it is for: 3 ranks for a stage of three times the work are all busy but for start and
     end.

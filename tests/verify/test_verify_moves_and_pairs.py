@@ -191,3 +191,15 @@ def test_an_op_is_in_one_pair_whether_it_is_first_or_second_there():
     pairs = frozenset({(ops["0F0"], ops["0F1"]), (ops["0F1"], ops["0F2"])})
     with pytest.raises(ScheduleError, match="0F1&0F2: an op of compute runs with one other"):
         verify(replace(Schedule.parse(text), pairs=pairs))
+
+
+def test_findings_on_moves_and_on_slices_end_at_a_thousand():
+    """A file of wrong ones would have as many as it has micro-batches."""
+    evicted = " ".join(f"0F{number} 0E{number} 0B{number}" for number in range(1100))
+    findings, _ = findings_of(f"{evicted} 0U1")
+    assert findings == [("evict and load", f"0E{number}", 0) for number in range(1000)]
+    rows = [" ".join(f"0F{n} 0B{n}" for n in range(first, 2200, 2)) for first in (0, 1)]
+    apart = Schedule.parse(f"{rows[0]} 0U1\n{rows[1]} 0U1")
+    with pytest.raises(ScheduleError) as caught:
+        verify(replace(apart, slicing=Slicing.even("tokens", 2, 1100)))
+    assert [finding.rule for finding in caught.value.findings] == ["slices"] * 1000

@@ -2,15 +2,42 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
+from inspect import signature
 
 import pytest
 
 from penstock.event import Timeline
+from penstock.schedule.catalogue import FAMILIES, schedules
 from penstock.schedule.op import Kind, Schedule
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import simulate_schedule
 from penstock.verify.verify import Report, verify
+
+
+def check_facts(schedule: Schedule) -> None:
+    """The catalogue's facts about the family hold for this schedule: planners choose by them
+    without generating it.
+    """
+    facts = schedules()[schedule.name]
+    assert (facts.synchronous, facts.splits_backward) == (
+        schedule.synchronous,
+        schedule.splits_backward,
+    )
+    assert not facts.needs_costs
+    slicing, stream = schedule.slicing, schedule.stream
+    assert facts.causal == (slicing is not None and slicing.along == "tokens")
+    assert facts.weights == ("flush" if stream is None else stream.weights)
+    parameters = signature(FAMILIES.find(schedule.name).make).parameters.values()
+    options = {parameter.name: parameter.default for parameter in parameters}
+    options |= dict(schedule.options)
+    # A product of numbers and options, such as "2 x waves".
+    factors = facts.stages_per_rank.split(" x ")
+    stages_per_rank = math.prod(int(options.get(factor, factor)) for factor in factors)
+    # A single stage has no second copy; neither has a pipeline with a single micro-batch.
+    if min(schedule.stages, schedule.micro_batches) > 1:
+        assert max(map(len, schedule.stages_of_rank)) == stages_per_rank
 
 
 def check_laws(schedule: Schedule) -> Report:
@@ -20,6 +47,7 @@ def check_laws(schedule: Schedule) -> Report:
     Returns:
         What `verify` found.
     """
+    check_facts(schedule)
     report = verify(schedule)
     assert report.staleness_max == (0,) * schedule.stages
     assert Schedule.parse(str(schedule)).programs == schedule.programs
@@ -103,6 +131,7 @@ def check_copies(schedule: Schedule) -> Report:
     Returns:
         What `verify` found.
     """
+    check_facts(schedule)
     report = verify(schedule)
     assert report.staleness_max == (0,) * schedule.stages
     back = Schedule.parse(str(schedule))

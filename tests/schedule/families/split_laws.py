@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from tests.schedule.families.laws import check_facts
+
 from penstock.event import Timeline
 from penstock.schedule.catalogue import schedule as plain_schedule
+from penstock.schedule.catalogue import schedules
 from penstock.schedule.op import Kind, Schedule
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import simulate_schedule
@@ -17,6 +20,9 @@ def check_split(schedule: Schedule) -> Report:
     Returns:
         What `verify` found.
     """
+    # Schedules that are generated from costs are in a catalogue of their own.
+    if schedule.name in schedules():
+        check_facts(schedule)
     report = verify(schedule)
     assert schedule.splits_backward
     assert report.staleness_max == (0,) * schedule.stages

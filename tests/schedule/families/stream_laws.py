@@ -6,7 +6,10 @@ import math
 from collections import Counter
 
 import pytest
+from tests.schedule.families.laws import check_facts
 
+from penstock.errors import ScheduleError
+from penstock.schedule.catalogue import schedule as family_schedule
 from penstock.schedule.op import Kind, Schedule
 from penstock.schedule.streaming.period import period_of, with_batch_count
 from penstock.simulate.costs import Costs
@@ -21,6 +24,7 @@ def check_stream(schedule: Schedule) -> Report:
     Returns:
         What `verify` found.
     """
+    check_facts(schedule)
     report = verify(schedule)
     assert not schedule.synchronous
     assert Schedule.parse(str(schedule)).programs == schedule.programs
@@ -47,6 +51,25 @@ def check_stream(schedule: Schedule) -> Report:
             ]
     period_of(schedule)
     return report
+
+
+def check_batches(
+    name: str, stages: int, micro_batches: int, default_batches: int, **options: object
+) -> None:
+    """Any number of batches gives a part of the same endless programs.
+
+    Args:
+        name, stages, micro_batches, options: of the schedule.
+        default_batches: those in flight, as whole periods, and four periods more.
+    """
+    default = family_schedule(name, stages, micro_batches, **options)
+    assert default.batches == default_batches
+    for batches in (1, 2, default.batches + 3):
+        other = family_schedule(name, stages, micro_batches, batches=batches, **options)
+        assert other.batches == batches
+        assert other.programs == with_batch_count(default, batches).programs
+    with pytest.raises(ScheduleError, match="a stream's batches is 1 or more, not 0"):
+        family_schedule(name, stages, micro_batches, batches=0, **options)
 
 
 def gaps(schedule: Schedule) -> dict[tuple[int, int], int]:

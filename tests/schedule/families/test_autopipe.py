@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.schedule.families.laws import timeline_of
+from tests.schedule.families.laws import check_facts, timeline_of
 
 from penstock.errors import ScheduleError
 from penstock.schedule.catalogue import schedule
@@ -80,3 +80,8 @@ def test_a_number_that_is_none_of_the_micro_batches_is_refused(sliced):
         ScheduleError, match=r"autopipe cuts 0 to 8 of 8 micro-batches in two, not "
     ):
         schedule("autopipe", 4, 8, sliced=sliced)
+
+
+def test_the_catalogues_facts_hold():
+    """Slices of samples need no causal model."""
+    check_facts(schedule("autopipe", 3, 4))

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.schedule.families.stream_laws import check_stream, gaps, seconds_per_batch
+from tests.schedule.families.stream_laws import check_batches, check_stream, gaps, seconds_per_batch
 
 from penstock.errors import ScheduleError
 from penstock.schedule.catalogue import schedule, schedules
@@ -91,3 +91,10 @@ def test_its_batches_are_whole_rounds_of_its_copies():
         assert avgpipe.batches % pipelines == 0
         assert avgpipe.stream.pipelines == pipelines
     assert schedules()["avgpipe"].weights == avgpipe.stream.weights == "avgpipe"
+
+
+def test_any_number_of_batches_is_a_part_of_the_same_programs():
+    """By default they have four periods more than are in flight."""
+    check_batches("avgpipe", 3, 2, default_batches=10)
+    check_batches("avgpipe", 3, 1, default_batches=15, pipelines=3)
+    check_batches("avgpipe", 8, 1, default_batches=10)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.schedule.families.laws import check_facts
 
 from penstock.errors import ScheduleError
 from penstock.schedule.catalogue import schedule
@@ -70,3 +71,8 @@ def test_gpipe_takes_m_plus_p_minus_1_forwards_and_backwards(p, m, f, b, order):
     assert line.makespan == (m + p - 1) * (f + b)
     assert line.bubble_ratio == pytest.approx((p - 1) / (m + p - 1))
     assert line.peak_in_flight == (m,) * p
+
+
+def test_the_catalogues_facts_hold():
+    """Planners choose by them."""
+    check_facts(schedule("gpipe", 3, 4))

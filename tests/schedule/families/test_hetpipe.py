@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.schedule.families.stream_laws import check_stream, expected_gap, gaps, seconds_per_batch
+from tests.schedule.families.stream_laws import (
+    check_batches,
+    check_stream,
+    expected_gap,
+    gaps,
+    seconds_per_batch,
+)
 
 from penstock.errors import ScheduleError
 from penstock.schedule.catalogue import schedule, schedules
@@ -152,3 +158,9 @@ def test_numbers_that_make_no_waves_are_refused(option, wrong, least):
 def test_its_weight_rule_is_its_own():
     """Other weight rules do not support waves."""
     assert schedules()["hetpipe"].weights == schedule("hetpipe", 2, 1).stream.weights == "hetpipe"
+
+
+def test_any_number_of_batches_is_a_part_of_the_same_programs():
+    """By default they have four periods more than are in flight."""
+    check_batches("hetpipe", 3, 1, default_batches=14)
+    check_batches("hetpipe", 2, 2, default_batches=21, virtual_workers=3, in_flight=5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.schedule.families.laws import check_facts
 
 from penstock.schedule.catalogue import schedule
 from penstock.simulate.costs import Costs
@@ -24,3 +25,8 @@ def test_naive_takes_all_work_one_after_the_other_with_one_micro_batch_in_flight
     line = simulate_schedule(schedule("naive", p, m), Costs(forward=f, backward=b))
     assert line.makespan == m * p * (f + b)
     assert line.peak_in_flight == (1,) * p
+
+
+def test_the_catalogues_facts_hold():
+    """Planners choose by them."""
+    check_facts(schedule("naive", 3, 4))

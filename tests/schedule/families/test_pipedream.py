@@ -7,7 +7,13 @@ from itertools import groupby
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.schedule.families.stream_laws import check_stream, expected_gap, gaps, seconds_per_batch
+from tests.schedule.families.stream_laws import (
+    check_batches,
+    check_stream,
+    expected_gap,
+    gaps,
+    seconds_per_batch,
+)
 
 from penstock.errors import ScheduleError
 from penstock.schedule.catalogue import schedule
@@ -171,3 +177,10 @@ def test_programs_show_four_periods_beyond_the_batches_in_flight(
     assert enough_batches(in_flight, micro_batches, period) == batches
     if period == 1:
         assert schedule("pipedream", in_flight, micro_batches).batches == batches
+
+
+def test_any_number_of_batches_is_a_part_of_the_same_programs():
+    """By default they have four periods more than are in flight."""
+    check_batches("pipedream", 4, 1, default_batches=8)
+    check_batches("pipedream", 2, 3, default_batches=7, warm_up=(8, 1))
+    check_batches("pipedream", 2, 4, default_batches=5, replicas=(2, 1))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.schedule.families.laws import timeline_of
+from tests.schedule.families.laws import check_facts, timeline_of
 
 from penstock.schedule.catalogue import schedule
 from penstock.schedule.op import Kind
@@ -75,3 +75,11 @@ def test_slices_of_any_shares_make_a_sound_schedule(p, m, numbers):
 def test_one_slice_is_1f1b(p, m):
     """With one slice it is 1F1B."""
     assert schedule("seq1f1b", p, m, slices=1).programs == schedule("1f1b", p, m).programs
+
+
+def test_sequences_are_cut_in_two_by_default_and_need_a_causal_model():
+    """The facts of the catalogue hold."""
+    seq1f1b = schedule("seq1f1b", 3, 4)
+    check_facts(seq1f1b)
+    assert seq1f1b.programs == schedule("seq1f1b", 3, 4, slices=2).programs
+    assert seq1f1b.shares == (0.5,) * 8

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.schedule.families.laws import rows_of, timeline_of
+from tests.schedule.families.laws import check_facts, rows_of, timeline_of
 
 from penstock.errors import ScheduleError
 from penstock.schedule.catalogue import schedule, schedules
@@ -70,8 +70,11 @@ def test_one_slice_is_gpipe():
 @pytest.mark.parametrize("name", ["terapipe", "seq1f1b"])
 def test_slices_that_are_none_are_refused(name):
     """Both families take the same options."""
-    with pytest.raises(ScheduleError, match=f"{name} needs at least 1 of slices and got 0"):
-        schedule(name, 2, 2, slices=0)
+    for wrong in (0, -1, True, 2.0, "2"):
+        with pytest.raises(
+            ScheduleError, match=f"{name} needs at least 1 of slices and got {wrong!r}"
+        ):
+            schedule(name, 2, 2, slices=wrong)
     with pytest.raises(
         ScheduleError, match=rf"{name} got slices=3 and slice_shares for 2: one of them is enough"
     ):
@@ -103,3 +106,11 @@ def test_options_make_the_same_schedule_again(name):
         )
         == family_schedule
     )
+
+
+def test_sequences_are_cut_in_two_by_default_and_need_a_causal_model():
+    """The facts of the catalogue hold."""
+    terapipe = schedule("terapipe", 3, 4)
+    check_facts(terapipe)
+    assert terapipe.programs == schedule("terapipe", 3, 4, slices=2).programs
+    assert terapipe.shares == (0.5,) * 8

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tests.schedule.families.stream_laws import check_stream, gaps, seconds_per_batch
+from tests.schedule.families.stream_laws import check_batches, check_stream, gaps, seconds_per_batch
 
 from penstock.errors import ScheduleError
 from penstock.schedule.catalogue import schedule, schedules
@@ -81,3 +81,9 @@ def test_it_is_found_by_its_long_name():
     """The alias is the name in the paper."""
     assert schedule("pipedream-2bw", 3, 4) == schedule("2bw", 3, 4)
     assert schedules()["2bw"].weights == schedule("2bw", 3, 4).stream.weights == "double-buffer"
+
+
+def test_any_number_of_batches_is_a_part_of_the_same_programs():
+    """By default they have four periods more than are in flight."""
+    check_batches("2bw", 3, 3, default_batches=5)
+    check_batches("2bw", 2, 5, default_batches=5)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tests.schedule.families.stream_laws import check_stream, gaps, seconds_per_batch
+from tests.schedule.families.stream_laws import check_batches, check_stream, gaps, seconds_per_batch
 
 from penstock.errors import ScheduleError
 from penstock.schedule.catalogue import schedule, schedules
@@ -87,3 +87,9 @@ def test_it_is_interleaved_without_a_flush():
     ]
     assert wpipe.programs[0][-1] == Op(Kind.U, 0, 1)
     assert schedules()["wpipe"].weights == wpipe.stream.weights == "wpipe"
+
+
+def test_any_number_of_batches_is_a_part_of_the_same_programs():
+    """By default they have four periods more than are in flight."""
+    for stages, micro_batches in ((2, 1), (4, 3), (6, 4)):
+        check_batches("wpipe", stages, micro_batches, default_batches=6)
