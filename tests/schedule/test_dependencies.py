@@ -118,6 +118,21 @@ def test_copies_of_a_stage_start_their_update_together():
     assert times.end[updates].tolist() == [5.0, 5.0]
 
 
+@pytest.mark.parametrize(
+    ("text", "groups"),
+    [
+        ("0F0 0B0 0U1 0U1\n0F1 0B1 0U1", [[2, 6]]),
+        ("0F0 0B0 0U1\n0F1 0B1 0U1 0U1", [[2, 5]]),
+        ("0F0 0B0 0U1 0U1\n0F1 0B1 0U1 0U1\n0F2 0B2 0U1", [[2, 6, 10]]),
+    ],
+)
+def test_a_rank_with_an_update_twice_takes_part_in_it_once(text, groups):
+    """`verify` refuses the programs; a rank that waited for itself would hide that as a cycle."""
+    dependencies = dependencies_of(Schedule.parse(text))
+    assert list(dependencies.groups()) == groups
+    assert dependencies.blocked.tolist() == []
+
+
 def test_copies_of_two_stages_that_update_in_opposite_orders_wait_for_each_other_forever():
     """Each rank would stand in the other's second collective; found before anything runs."""
     schedule = Schedule.parse("0F0 1F0 1B0 0B0 0U1 1U1\n0F1 1F1 1B1 0B1 1U1 0U1")

@@ -71,6 +71,15 @@ def test_text_that_is_no_op_is_refused_with_the_text_and_the_form(text):
         Op.parse(text)
 
 
+def test_numbers_have_at_most_18_digits():
+    """So they fit into 64 bits."""
+    longest = 10**18 - 1
+    assert Op.parse(f"{longest}F{longest}") == Op(Kind.F, longest, longest)
+    for text in (f"{longest + 1}F0", f"0F{longest + 1}"):
+        with pytest.raises(ScheduleError, match="is not an op"):
+            Op.parse(text)
+
+
 def test_labels_may_lack_and_blank_lines_are_skipped():
     """Text may have blank lines, which must not become ranks without ops."""
     assert Schedule.parse("\n0F0 0B0\n\n  1F0 1B0\n") == Schedule.parse(

@@ -23,6 +23,8 @@ def test_a_name_is_parsed_where_it_enters():
     """All code behind the public functions receives policies, not names."""
     assert Proposal((1,), "gpipe", 1, recompute="always").recompute is Recompute.ALWAYS
     assert Recompute.parse_or_auto("auto") == "auto"
+    assert [Recompute.parse_or_auto(policy.value) for policy in Recompute] == [*Recompute]
+    assert all(isinstance(Recompute.parse_or_auto(name), Recompute) for name in ("never", "always"))
     with pytest.raises(SettingError, match=r"recompute is one of never, .*, not 'auto'"):
         Recompute.parse("auto")
     with pytest.raises(PlanError, match="must be one of auto, never"):

@@ -11,6 +11,7 @@ from penstock.errors import ScheduleError
 from penstock.schedule.catalogue import schedule
 from penstock.schedule.op import Op, Schedule
 from penstock.schedule.slicing import Slicing
+from penstock.schedule.streaming.streams import Stream
 from penstock.verify.verify import verify
 
 
@@ -94,6 +95,11 @@ def test_an_eviction_is_on_the_rank_of_the_forward_and_one_partner(text, words):
         ),
         ("0F0 0F1 0F0&0B1 0B0 0U1", ("once", "0F0", 0), "0F0 occurs 2 times"),
         # updates of copies
+        (
+            "0F0 0B0 0U1\n0F1 0B1 0U1\n0F2 0B2 0U2",
+            ("update", "0U2", 2),
+            "0U2 on rank 2 is update 1 of stage 0: versions count 1, 2, 3",
+        ),
         (
             "0F0 0B0 0U1\n0F1 0B1",
             ("update", "0U1", 1),
@@ -203,3 +209,22 @@ def test_findings_on_moves_and_on_slices_end_at_a_thousand():
     with pytest.raises(ScheduleError) as caught:
         verify(replace(apart, slicing=Slicing.even("tokens", 2, 1100)))
     assert [finding.rule for finding in caught.value.findings] == ["slices"] * 1000
+
+
+@pytest.mark.parametrize(
+    ("text", "changes", "rule"),
+    [
+        ("0F0 0F0 0B0 0U1", {"slicing": Slicing.even("samples", 3, 1)}, "once"),
+        ("0F0 0E0 0B0 0U1", {"slicing": Slicing.even("samples", 3, 1)}, "slices"),
+        ("0F0&0B0 0F1 0E1 0B1 0U1", {}, "evict and load"),
+        ("0F0&0B0 0B1 0F1 0U1", {}, "pair"),
+        ("0B0 0F0", {}, "no cycle"),
+        ("0F0 0B0 0F1 0B1 0F2 0B2", {"synchronous": False, "stream": Stream(2)}, "update"),
+        ("0F0 0F1 0F2 0B0 0B1 0B2 0U1", {"synchronous": False, "stream": Stream(2)}, "stream"),
+    ],
+)
+def test_of_several_faults_the_more_fundamental_one_is_reported_alone(text, changes, rule):
+    """The others may only follow from it: all these programs break two rules or more."""
+    with pytest.raises(ScheduleError) as caught:
+        verify(replace(Schedule.parse(text), **changes), in_flight_limit=0)
+    assert {finding.rule for finding in caught.value.findings} == {rule}

@@ -317,8 +317,9 @@ def _replicas_of_updates(inputs: OpInputs, least: int) -> dict[Op, Array]:
     """Return the rows, by rank, of every U with at least this many replicas."""
     ops, rows = inputs.ops, inputs.index.kinds[Kind.U]
     stage, version, rank = ops.stage[rows], ops.micro_batch[rows], ops.rank[rows]
-    # Sorted by stage, then version, then rank: the last key of lexsort comes first.
-    order = np.lexsort((rank, version, stage))
+    # Sorted by stage, then version (the last key of lexsort comes first), then rank: lexsort is
+    # stable, and the rows are in the order of the ranks.
+    order = np.lexsort((version, stage))
     rows, stage, version, rank = rows[order], stage[order], version[order], rank[order]
     starts = np.union1d(runs(stage), runs(version))
     # A rank that runs one U twice, which verify refuses, takes part in the group once.

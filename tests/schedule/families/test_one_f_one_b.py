@@ -9,6 +9,8 @@ from tests.schedule.families.laws import check_laws
 
 from penstock.errors import ScheduleError
 from penstock.schedule.catalogue import schedule
+from penstock.schedule.op import Kind
+from penstock.schedule.replicas import start_up
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import simulate_schedule
 
@@ -156,6 +158,9 @@ def test_a_warm_up_that_grows_is_refused_since_it_would_hang():
     ):
         schedule("1f1b", 3, 4, warm_up=(4, 2, 3))
     assert schedule("1f1b", 3, 2, warm_up=(4, 2, 3)).programs == schedule("gpipe", 3, 2).programs
+    for warm_up in ((1, 2, 1), (2, 2, 3), (1, 3, 2)):
+        with pytest.raises(ScheduleError, match="1f1b would deadlock"):
+            schedule("1f1b", 3, 4, warm_up=warm_up)
 
 
 @pytest.mark.parametrize("wrong", [0, -1, True, 2.0, "2", None])
@@ -170,11 +175,32 @@ def test_a_warm_up_of_no_forward_is_refused_with_its_stage(wrong):
 
 def test_a_warm_up_of_another_length_is_refused():
     """One number per stage, or it is not known whose they are."""
-    with pytest.raises(
-        ScheduleError, match="1f1b in 3 stages takes a warm_up of 3 numbers, one per stage, not 2"
-    ):
-        schedule("1f1b", 3, 4, warm_up=(3, 2))
+    for warm_up in ((), (3, 2), (3, 2, 1, 1)):
+        with pytest.raises(
+            ScheduleError,
+            match=f"1f1b in 3 stages takes a warm_up of 3 numbers, one .*, not {len(warm_up)}$",
+        ):
+            schedule("1f1b", 3, 4, warm_up=warm_up)
     with pytest.raises(
         ScheduleError, match="1f1b cannot use warm_up=3: object of type 'int' has no len"
     ):
         schedule("1f1b", 3, 4, warm_up=3)
+
+
+@given(st.lists(st.integers(1, 3), min_size=1, max_size=4), st.integers(0, 6), st.booleans())
+@settings(deadline=None, max_examples=40)
+def test_the_ranks_of_a_stage_divide_the_program_that_it_has_alone(replicas, more, is_given):
+    """PipeDream's 1F1B-RR: micro-batch n on rank n mod k of the stage, with its start-up rule or a
+    warm-up for all ranks of a stage together.
+    """
+    micro_batches, stages = max(replicas) + more, len(replicas)
+    warm_up = tuple(range(stages + 1, 1, -1)) if is_given else start_up(replicas)
+    options = {"warm_up": warm_up} if is_given else {}
+    divided = schedule("1f1b", stages, micro_batches, replicas=replicas, **options)
+    whole = schedule("1f1b", stages, micro_batches, warm_up=warm_up)
+    expected = [
+        tuple(op for op in program if op.kind is Kind.U or op.micro_batch % number == rank)
+        for number, program in zip(replicas, whole.programs, strict=True)
+        for rank in range(number)
+    ]
+    assert list(divided.programs) == expected
