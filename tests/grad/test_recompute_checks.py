@@ -240,7 +240,7 @@ def test_a_tensor_that_is_changed_after_it_was_saved_is_refused_for_the_change(s
             for _ in range(saved_between):
                 later = later.sin()
             early.add_(1)
-            return later
+            return later.sin()
 
     out = run([Layer(0, Late())], torch.ones(3, requires_grad=True), {0}, unseeded)
     with pytest.raises(RunError, match="modified by an inplace operation"):

@@ -85,6 +85,19 @@ def test_what_is_kept_can_be_had_after_an_update_as_it_was(soon):
     assert not working.has("ahead")
 
 
+def test_what_is_kept_again_after_an_update_is_still_as_it_was():
+    """A prediction of an older version cannot be computed from the newest."""
+    parameter, working = working_parameter()
+    for version in range(3):
+        working.show("ahead", plus(10))
+        assert parameter.item() == 11
+        working.keep("forward", "ahead", plus(10))
+        working.show(version)
+        working.begin_step()
+        parameter.data += 100
+        working.end_step(version + 1)
+
+
 def test_what_is_kept_soon_is_not_made_again():
     """A copy takes less time than computing Adam's direction."""
     _, working = working_parameter()

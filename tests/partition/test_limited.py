@@ -225,6 +225,10 @@ def test_transfers_overlap_the_computation_unless_they_may_not():
     numbers = [4] * 4, [1, 8, 1], NOTHING, NOTHING, [1, 1], [9, 9]
     assert limited(*numbers) == [2, 2]
     assert limited(*numbers, overlap=False) != [2, 2]
+    # 10.5 s without a link are less than 10 s and a link of 5 s.
+    numbers = [10, 0.5, 0.5], [5, 0], NOTHING[:3], NOTHING[:3], [1, 1], [9, 9]
+    assert limited(*numbers) == [1, 2]
+    assert limited(*numbers, overlap=False) == [2, 1]
 
 
 @pytest.mark.parametrize(
