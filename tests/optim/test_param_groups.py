@@ -44,6 +44,8 @@ def test_a_group_reads_the_first_stage_and_writes_to_all():
     second["extra"] = 1
     del second["extra"]
     assert all("extra" not in stage.param_groups[1] for stage in stages)
+    with pytest.raises(KeyError):
+        del second["extra"]
     assert set(second) == set(stages[0].param_groups[1])
     assert len(second) == len(stages[0].param_groups[1])
     assert "params" not in repr(second)

@@ -145,6 +145,21 @@ def test_the_learning_rates_of_the_optimizer_are_as_they_were_after_each_update(
     assert [group["lr"] for group in site.update.optimizer.param_groups] == [0.1, 0.3]
 
 
+def test_each_group_is_rescheduled_from_its_learning_rate(lab):
+    """Update 0 of a stage two updates late has half of it."""
+    module = nn.ParameterList([torch.zeros(1), torch.zeros(1)])
+    line = lab.line_of("pipemare", 0, 3, 1, batches=4)
+
+    def groups(ps):
+        return torch.optim.SGD([{"params": ps[:1]}, {"params": ps[1:], "lr": 0.5}], lr=0.25)
+
+    weights = lab.make(lab.site_of(module, line, "pipemare", groups, staleness=2.0))
+    for parameter in module:
+        parameter.grad = torch.ones(1)
+    weights.update(1)
+    assert [parameter.item() for parameter in module] == [-0.125, -0.25]
+
+
 def test_without_a_delay_there_is_nothing_to_correct_and_nothing_to_hold(lab):
     """Forward and backward of a plain stream's last stage read the same version."""
     module = lab.mlp()
@@ -236,6 +251,23 @@ def test_warm_up_batches_are_neither_corrected_nor_rescheduled(lab):
     assert module.weight.item() == pytest.approx(newest)
 
 
+def test_weights_that_are_loaded_after_a_drain_are_the_newest_version(lab):
+    """Also where the last op was a backward, which reads an estimate."""
+    module, weights = one_weight(lab)
+    evenly(weights, module, range(3))
+    weights.before_forward(3)
+    weights.before_backward(3)
+    weights.drain()
+    with torch.no_grad():
+        module.weight.fill_(7.0)
+    weights.before_forward(0)
+    assert module.weight.item() == 7
+    weights.before_backward(0)
+    assert module.weight.item() > 7, "against the trend"
+    weights.before_forward(1)
+    assert module.weight.item() == 7
+
+
 def test_trend_and_number_of_updates_come_back_from_a_checkpoint(lab):
     """The continued run is bit for bit the one that was not interrupted."""
     module, weights = one_weight(lab, annealing=8.0)
@@ -247,6 +279,8 @@ def test_trend_and_number_of_updates_come_back_from_a_checkpoint(lab):
     assert list(saved) == ["trend"]
     assert saved["trend"][0].item() < 0, "the change per update, with its sign"
     assert weights.facts() == {"updates": 3}
+    loaded.load_state({"trend": [tensor.float() for tensor in saved["trend"]]})
+    assert loaded.state()["trend"][0].dtype == torch.float64, "that of the weights"
     loaded.load_state(saved)
     loaded.load_facts(weights.facts())
     assert evenly(loaded, other, range(3)) == evenly(weights, module, range(3))

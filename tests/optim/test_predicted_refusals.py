@@ -74,12 +74,19 @@ def test_one_parameter_group_without_a_formula_is_enough_for_a_refusal(lab):
 
 def test_a_users_rule_that_predicts_does_so_with_the_optimizers_own_formula_or_is_refused(lab):
     """Rules with other names have no formula of their own."""
-    line = lab.Line(0, 2, 1, 4, lambda at: Reads(at.at_forward, at.at_backward, 1, 1))
+    line = lab.Line(0, 1, 1, 4, lambda at: Reads(at.at_forward, at.at_backward, 1, 1))
     rule = lab.rule_called("mine", arithmetic="predicted")
-    assert (
-        lab.make(lab.site_of(lab.mlp(), line, "mine", lab.PAIRS["adam"][0], rule=rule)).versions
-        == 1
-    )
+    module = lab.mlp()
+    weights = lab.make(lab.site_of(module, line, "mine", lab.PAIRS["adam"][0], rule=rule))
+    for version in (1, 2):
+        for parameter in module.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        weights.update(version)
+    before = lab.values_of(module)
+    weights.before_forward(2)
+    # Of equal gradients Adam's step is the learning rate.
+    for value, predicted in zip(before, lab.values_of(module), strict=True):
+        torch.testing.assert_close(predicted, value - 0.01)
     with pytest.raises(
         SettingError,
         match=r"'mine' has no formula for Adagrad: .*; it supports SGD, Adam, AdamW, RMSprop",

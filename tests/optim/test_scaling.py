@@ -142,6 +142,7 @@ def test_steps_since_the_scale_changed_come_back_from_a_checkpoint():
     state = scaler.state_dict()
     assert state == {"scale": 4.0, "steps": 2, "skipped": 0}
     resumed = LossScaler({"init_scale": 1.0, "growth_interval": 3})
+    resumed.update(1.0)
     resumed.load_state_dict(state)
     resumed.update(0.0)
     assert resumed.state_dict() == {"scale": 8.0, "steps": 0, "skipped": 0}

@@ -46,6 +46,14 @@ def test_all_move_as_one():
     assert [optimizer.param_groups[0]["lr"] for optimizer in held] == [0.25, 0.25]
 
 
+def test_the_state_is_that_of_the_first_scheduler():
+    """All ranks save the state of the first stage's."""
+    held = optimizers(1, 2)
+    schedulers = Schedulers(lambda optimizer: StepLR(optimizer, 2), held)
+    assert schedulers.state_dict()["base_lrs"] == [1.0]
+    assert json.loads(schedulers.as_json())["base_lrs"] == [1.0]
+
+
 def test_a_state_goes_into_optimizers_that_have_other_groups():
     """A user's factory may create groups by the stage's parameters: state per group then stays the
     stage's own.

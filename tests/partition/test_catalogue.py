@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import PartitionError, UnknownName
+from penstock.partition import catalogue
 from penstock.partition.catalogue import (
     PARTITIONERS,
     check_lengths,
@@ -160,6 +163,22 @@ def test_options_of_every_method_can_be_listed():
         "uniform": (),
     }
     assert {name: listed[name] for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [([1, 1], None), ([2], "has 1 stages, but 2"), ([2, 1], "sums to 3"), ([2, 0], "is empty")],
+)
+def test_lengths_of_a_users_method_are_checked(monkeypatch, make_profile, lengths, message):
+    """They may be numbers of NumPy, and come back as ints."""
+    entry = SimpleNamespace(name="mine", facts={"options": ()}, make=lambda *_: np.array(lengths))
+    monkeypatch.setattr(catalogue, "PARTITIONERS", SimpleNamespace(find=lambda _: entry))
+    profile = make_profile([1, 1])
+    if message is None:
+        assert list(map(type, partition(profile, 2, "mine"))) == [int, int]
+        return
+    with pytest.raises(PartitionError, match=message):
+        partition(profile, 2, "mine")
 
 
 def test_bottleneck_is_the_default(make_profile):
