@@ -269,6 +269,8 @@ def test_a_class_derived_from_torchs_counts_as_torchs(lab):
     assert kind_of(Logged(parameters)) == "Adam"
     assert kind_of(torch.optim.AdamW(parameters)) == "AdamW"
     assert kind_of(Own(parameters, {})) == "Own"
+    sharded = type("Sharded", (torch.optim.SGD,), {"__module__": "torch.distributed.optim"})
+    assert kind_of(sharded(parameters, lr=0.1)) == "SGD"
     rule = lab.rule_called("mine", optimizers=("Adam",), because="why not")
     line = lab.line_of("stash", 0, 1, 1, 2)
     assert lab.make(lab.site_of(lab.mlp(), line, "mine", Logged, rule=rule)).versions == 1
