@@ -269,7 +269,7 @@ def test_a_value_is_broadcast_after_its_header_unless_its_form_is_known(ranks, m
         tensor.copy_(queue.pop(0))
 
     monkeypatch.setattr(module.dist, "broadcast", receive)
-    received = ranks.world(rank=2).broadcast(None, 1)
+    received = ranks.world(rank=2).broadcast("of no account here", 1)
     assert torch.equal(received["a"], value["a"])
     assert received["a"].stride() == value["a"].stride()
     assert received["b"] == "text"

@@ -158,7 +158,7 @@ class StoreBoard:
         ranks = [rank for rank in range(self._size) if rank != self._rank]
         keys = [f"penstock/doing/{rank}" for rank in ranks]
         with contextlib.suppress(RuntimeError):
-            if keys and self._store.check(keys):
+            if self._store.check(keys):
                 texts = self._store.multi_get(keys)
                 return {rank: json.loads(text)[2] for rank, text in zip(ranks, texts, strict=True)}
         return {}
