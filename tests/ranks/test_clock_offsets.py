@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given
@@ -255,3 +257,13 @@ def test_a_reading_is_of_the_middle_of_its_round_trip():
     assert Reading.of_round_trip(10.0, 10.0, 12.0) == Reading(11.0, 0.0, 1.0)
     assert Reading.of_round_trip(10.0, 12.0, 12.0) == Reading(11.0, 0.0, 1.0)
     assert Reading.of_round_trip(10.0, 12.5, 12.0) == Reading(11.0, -1.5, 1.0)
+
+
+def test_the_newest_64_measurements_are_remembered(monkeypatch):
+    """A run of days is measured for every timeline; drift is followed between the last ones."""
+    Network(monkeypatch, itertools.repeat((1e-6, 1e-6)))
+    offsets, times = offsets_of(1), []
+    for _ in range(70):
+        offsets.measure()
+        times.append(offsets.readings[-1].at_s)
+    assert [reading.at_s for reading in offsets.readings] == times[-64:]

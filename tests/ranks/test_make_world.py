@@ -181,6 +181,8 @@ def test_a_plan_for_other_hosts_or_devices_is_refused_with_their_names(parts):
     assert "start 3 processes there" in text
     assert "those devices alone, ps.plan(profile, cluster.on((0, 2)), …), and start one" in text
     assert text.endswith("one process on each, in this order")
+    with pytest.raises(PlanError, match="the plan is for other hosts than those of this run"):
+        world_of(replace(setting, devices=(0, 1)), None, Place(None, None, 5.0))
     whole = replace(setting, devices=(0, 1), cluster_devices=())
     assert world_of(whole, None, Place(None, None, 5.0))[0] == "processes"
     with pytest.raises(PlanError, match="devices 1, 0 of"):

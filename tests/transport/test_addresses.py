@@ -199,6 +199,9 @@ def test_a_refused_address_leaves_the_one_before_in_use(environment):
     environment.setenv("GLOO_SOCKET_IFNAME", "lo")
     use_address("127.0.0.9")
     assert bind_address() == "127.0.0.9"
+    for address in ("0.0.0.0", "::", "0:0::0"):
+        with pytest.raises(SettingError, match=f"^{address} stands for all interfaces"):
+            use_address(address)
 
 
 def test_the_family_of_the_probe_is_that_of_the_address(environment):

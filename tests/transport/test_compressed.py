@@ -319,3 +319,15 @@ def test_both_ends_of_a_link_compress_the_same_kinds(kind):
     compressed = kind in (Kind.F, Kind.B)
     assert torch.equal(received, x.bfloat16().float() if compressed else x)
     assert sent_bytes == x.nbytes // 2 if compressed else x.nbytes
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("largest", [1.0, 1e-4, 1e-6])
+def test_the_scale_of_half_precision_is_exact_also_for_small_gradients(dtype, largest):
+    """A 127th of a small number has few bits in half precision, or none."""
+    x = torch.stack([torch.linspace(-largest, largest, 300), torch.zeros(300)]).to(dtype)
+    integers, scale = quantize(x, "int8")
+    assert scale.dtype is torch.float32
+    step = x[0].float().abs().max() / 127
+    assert (integers * scale - x.float()).abs().max() <= 0.51 * step
+    assert torch.equal(dequantize([integers, scale], dtype, x.shape)[1], x[1])

@@ -400,7 +400,7 @@ def test_the_exit_status_of_a_forked_rank_is_read_once_from_its_pipe():
 
 
 def test_signals_reach_the_process_by_its_descriptor(monkeypatch):
-    """A process that has ended gets none, and that is no error."""
+    """A process that has ended gets none, and that is no error. The descriptor goes with the rank."""
     sent = []
     reader, _ = Pipe(duplex=False)
     rank = ForkedProcess(1, os.open(os.devnull, os.O_RDONLY), reader)
@@ -416,6 +416,10 @@ def test_signals_reach_the_process_by_its_descriptor(monkeypatch):
 
     monkeypatch.setattr(signal, "pidfd_send_signal", ended)
     rank.kill()
+    descriptor = rank._process
+    del rank
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
 
 
 def test_a_launcher_without_standard_output_gives_its_ranks_the_null_device(monkeypatch):

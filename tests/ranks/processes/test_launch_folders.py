@@ -56,3 +56,18 @@ def test_a_new_folder_is_made_after_old_ones_of_its_prefix_are_removed(tmp_path,
         with locked_folder("penstock-test-") as second:
             assert folder.exists()
             assert second != folder
+
+
+def test_folders_of_other_users_are_left_to_them(tmp_path, monkeypatch):
+    """The folder of temporary files is common to all."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folder = tmp_path / "penstock-test-1"
+    folder.mkdir()
+    user = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: user + 1)
+    remove_abandoned("penstock-test-", new_s=0.0)
+    assert folder.exists()
+    monkeypatch.undo()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    remove_abandoned("penstock-test-", new_s=0.0)
+    assert not folder.exists()

@@ -257,8 +257,13 @@ def test_a_rank_that_was_stopped_for_too_long_is_named_with_that_reason(tmp_path
         children[1].process.kill()
         return {1: "was stopped for 5 s"}
 
-    watch = SimpleNamespace(end_overdue=end_overdue)
-    monkeypatch.setattr(module, "StoppedRanks", lambda processes: watch)
+    watched = []
+
+    def watch(processes):
+        watched.extend(processes)
+        return SimpleNamespace(end_overdue=end_overdue)
+
+    monkeypatch.setattr(module, "StoppedRanks", watch)
     monkeypatch.setattr(module, "LOOK_S", 0.001)
     log = []
     with pytest.raises(
@@ -266,6 +271,7 @@ def test_a_rank_that_was_stopped_for_too_long_is_named_with_that_reason(tmp_path
     ):
         module._watch(children, store_with(log), None)
     assert log == ["rank 1 (pid 4000) was stopped for 5 s"]
+    assert watched == [child.process for child in children]
 
 
 def test_a_run_is_over_when_all_ranks_have_written_their_values(tmp_path):

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import weakref
+from pathlib import Path
 from types import SimpleNamespace
 
 import cloudpickle
@@ -52,6 +53,12 @@ def test_a_value_comes_back_with_status_0(rank):
     ]
     if sys.platform == "linux":
         assert rank.events[5] == (15, b"penstock-rank3")
+
+
+def test_the_file_of_the_result_is_open_before_the_job_runs(rank):
+    """The job may use up all descriptors, and its error is still reported."""
+    partial = rank.result.with_suffix(".partial")
+    assert rank.run(lambda path: Path(path).exists(), str(partial)) == (0, {"value": True})
 
 
 @pytest.mark.parametrize("status", [None, 0])
@@ -195,9 +202,16 @@ def test_a_rank_that_succeeds_ends_its_threads_and_exit_functions_and_one_that_f
 
     monkeypatch.setattr(rank_process.threading, "_shutdown", lambda: exits.append("threads"))
     monkeypatch.setattr(rank_process.atexit, "_run_exitfuncs", at_exit)
-    with pytest.raises(Exit):
-        finish(3)
-    assert exits == [("exit", 3)]
+    streams = {
+        name: SimpleNamespace(flush=lambda name=name: exits.append(name))
+        for name in ("stdout", "stderr")
+    }
+    with monkeypatch.context() as patch:
+        for name, stream in streams.items():
+            patch.setattr(rank_process.sys, name, stream)
+        with pytest.raises(Exit):
+            finish(3)
+    assert exits == ["stdout", "stderr", ("exit", 3)]
     exits.clear()
     with pytest.raises(Exit):
         finish(0)

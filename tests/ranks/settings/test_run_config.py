@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.errors import PlanError, ScheduleError, SettingError
+from penstock.errors import PenstockError, PlanError, ScheduleError, SettingError
 from penstock.ranks.settings.run_config import Overrides, RunConfig, check, make_run_config
 from penstock.schedule.catalogue import schedule
 from penstock.schedule.recompute import Recompute
@@ -64,6 +64,10 @@ def test_a_schedule_of_the_caller_stays_and_micro_batches_must_be_its_own(traced
     text = "the schedule has 4 micro-batches, which differs from micro_batches=3"
     with pytest.raises(SettingError, match=text):
         config(traced, schedule=case_schedule, micro_batches=3)
+    with pytest.raises(SettingError, match="which differs from micro_batches=0"):
+        config(traced, schedule=case_schedule, micro_batches=0)
+    with pytest.raises(PenstockError, match="micro"):
+        config(traced, micro_batches=0)
 
 
 def test_layers_to_recompute_are_names_or_numbers(traced):

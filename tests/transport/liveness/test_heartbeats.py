@@ -17,10 +17,8 @@ from tests.transport.liveness.fake_clock import Clock, store_of
 
 from penstock.errors import RunError
 from penstock.transport.liveness import heartbeats
-from penstock.transport.liveness.heartbeats import (
-    Heartbeats,
-    RankAddress,
-)
+from penstock.transport.liveness.heartbeats import Heartbeats, RankAddress
+from penstock.transport.liveness.stopped_processes import LIMIT_S
 
 
 class Acknowledgement:
@@ -44,7 +42,7 @@ class Process:
     """The heartbeat process: what it is told, and what it reports."""
 
     def __init__(self, *reports) -> None:
-        self.stdin, self.told, self.waited = self, [], []
+        self.stdin, self.told, self.waited, self.at_exit = self, [], [], []
         self.stdout = io.BytesIO(
             b"".join(json.dumps(report).encode() + b"\n" for report in reports)
         )
@@ -101,9 +99,14 @@ def start(monkeypatch, clock):
     """Start the heartbeats of a rank beside others that have come already; its thread does not run."""
     monkeypatch.setenv("PENSTOCK_BIND", "127.0.0.1")
 
-    def start(*reports, rank=0, entries=None, port=5000):
+    def start(*reports, rank=0, entries=None, port=5000, **limit):
         process = Process({"port": port}, *reports)
-        monkeypatch.setattr(heartbeats, "_start_process", lambda *_: process)
+
+        def start_process(*given):
+            process.given = given
+            return process
+
+        monkeypatch.setattr(heartbeats, "_start_process", start_process)
         store = store_of()
         store.set("heartbeat-secret", "00")
         entries = {1: entry("b")} if entries is None else entries
@@ -114,8 +117,8 @@ def start(monkeypatch, clock):
             idle = SimpleNamespace(start=lambda: None)
             threads = SimpleNamespace(Thread=lambda **_: idle, Event=events)
             patch.setattr(heartbeats, "threading", threads)
-            patch.setattr(heartbeats.atexit, "register", lambda _: None)
-            watch = Heartbeats(store, rank, len(entries) + 1, timeout_s=10.0)
+            patch.setattr(heartbeats.atexit, "register", process.at_exit.append)
+            watch = Heartbeats(store, rank, len(entries) + 1, timeout_s=10.0, **limit)
         watch._acknowledged = Acknowledgement(clock)
         return watch, process, store
 
@@ -123,8 +126,13 @@ def start(monkeypatch, clock):
 
 
 def test_a_rank_writes_where_it_listens_and_tells_its_process_the_peers(start):
-    """Host, address, port and process, in this order."""
-    _, process, store = start(rank=1, entries={0: entry("a", 11), 2: entry("c", 13, "10.0.0.3")})
+    """Host, address, port and process, in this order. At its exit it says farewell."""
+    watch, process, store = start(
+        rank=1, entries={0: entry("a", 11), 2: entry("c", 13, "10.0.0.3")}
+    )
+    assert process.given == (1, "00", "127.0.0.1", LIMIT_S)
+    assert process.at_exit == [watch._leave]
+    assert start(limit_s=7.5)[1].given[-1] == 7.5
     assert json.loads(store.get("heartbeat/1")) == [
         socket.gethostname(),
         "127.0.0.1",

@@ -233,3 +233,20 @@ def test_only_an_error_of_the_block_is_replaced_by_the_reason(reason, error):
     else:
         assert not watch.__exit__(type(error), error, None)
     assert watch._done.is_set()
+
+
+def test_a_watch_asks_and_looks_as_long_as_its_block(monkeypatch):
+    """Without questions every store would be lost, and without looks none."""
+    watch, started = StoreWatch(3, "h", 4242, "rank 0"), []
+
+    def thread(*, target, daemon, **_):
+        assert daemon, "a store that does not answer must not keep the process from its end"
+        return SimpleNamespace(start=lambda: started.append(target))
+
+    threads = SimpleNamespace(Thread=thread)
+    monkeypatch.setattr(store_watch, "threading", threads)
+    with watch as entered:
+        assert entered is watch
+        assert started == [watch._ask, watch._watch]
+        assert not watch._done.is_set()
+    assert watch._done.is_set()
