@@ -105,8 +105,6 @@ def world_of(
     _check_processes(setting, place.mesh, rank_count)
     announce_idle_ranks(schedule, dist.get_rank() if group is None else group.rank)
     links = {link for link, *_ in messages(schedule)}
-    # Gradients go back over every link.
-    links |= {Link(link.target, link.source) for link in links}
     sync_links: set[Link] = set()
     replicas: dict[int, tuple[int, ...]] = {}
     for stage, ranks in enumerate(schedule.ranks_of_stage):
