@@ -5,6 +5,7 @@ process.
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from penstock.batches.batch import make_batch
 from penstock.batches.batch_parts import BatchPart
-from penstock.errors import RanksDiffer, SettingError
+from penstock.errors import RanksDiffer, RunError, SettingError
 from penstock.ranks import calls as module
 from penstock.ranks.calls import END_OF_TRAIN, FIRST_BATCHES, ComparedCalls
 
@@ -27,7 +28,7 @@ class Board:
 
     def __init__(self):
         self.failed = None
-        self.others = None
+        self.others = self.calls = None
 
     def doing(self, what):
         """Nothing watches here."""
@@ -313,3 +314,35 @@ def test_the_words_of_the_rank_that_has_sent_the_loss_are_waited_for(monkeypatch
     monkeypatch.setattr(module, "_PAUSE_S", 0.0)
     with pytest.raises(RanksDiffer, match=r"(?s)values 0, .* on ranks 0, 2\n.* on rank 1"):
         calls[0].verify(1, checks[1], batches[0])
+
+
+def test_a_store_that_is_gone_while_batches_are_compared_is_an_error_of_the_run(monkeypatch):
+    """torch's own error names neither the rank nor what it did."""
+
+    def refuse(*_):
+        raise RuntimeError("Connection closed by peer")
+
+    one, _ = two_ranks()
+    one._batches = 0
+    monkeypatch.setattr(module, "missing_keys", refuse)
+    text = "could not compare its batch with the other ranks': Connection closed"
+    with pytest.raises(RunError, match=text):
+        begun(one, X, Y)
+
+
+def test_first_batches_of_ranks_that_may_have_their_own_are_compared_by_their_calls_alone():
+    """Their contents are not read, also where batches are compared as a whole."""
+    one, other = two_ranks()
+    for calls in (one, other):
+        calls._batches, calls.check_data = 0, False
+    with ThreadPoolExecutor(2) as pool:
+        batches = list(pool.map(begun, (one, other), (X, X + 1), (Y, None)))
+    assert batches[0].checksum() == batches[1].checksum()
+
+
+def test_the_board_of_a_rank_publishes_its_calls():
+    """Other ranks compare them with theirs."""
+    board = Board()
+    assert board.calls is None
+    calls = ComparedCalls(HashStore(), board, 0, 2, 30.0)
+    assert board.calls is calls

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from penstock.errors import PlanError, SettingError
+from penstock.errors import PlanError, RunError, SettingError
 from penstock.option import MAX_DEADLINE_S
 from penstock.ranks import make_world
 from penstock.ranks.make_world import Place, in_threads, world_of
@@ -187,3 +187,15 @@ def test_a_plan_for_other_hosts_or_devices_is_refused_with_their_names(parts):
     assert world_of(whole, None, Place(None, None, 5.0))[0] == "processes"
     with pytest.raises(PlanError, match="devices 1, 0 of"):
         world_of(replace(whole, devices=(1, 0)), None, Place(None, None, 5.0))
+
+
+def test_a_rank_that_is_lost_while_the_world_is_made_is_an_error_of_the_run(parts, monkeypatch):
+    """torch's own error names neither the rank nor what it did."""
+
+    def refuse(*_):
+        raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(make_world, "DistributedWorld", refuse)
+    text = "could not connect to the other ranks: Connection closed"
+    with pytest.raises(RunError, match=text):
+        world_of(config(schedule("1f1b", 2, 2)), "model", Place(None, None, 5.0))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from penstock.errors import SettingError
+from penstock.errors import RunError, SettingError
 from penstock.ranks import rank_group
 from penstock.ranks.rank_group import RankGroup
 from penstock.schedule.lower import Link
@@ -28,7 +27,6 @@ def torch_groups(monkeypatch):
     monkeypatch.setattr(rank_group.dist, "new_group", new_group)
     monkeypatch.setattr(rank_group.dist, "get_rank", lambda: 1)
     monkeypatch.setattr(rank_group, "join", lambda seconds: 3)
-    monkeypatch.setattr(rank_group, "naming_lost_ranks", lambda _: nullcontext())
     return made
 
 
@@ -66,6 +64,21 @@ def test_all_processes_make_the_groups_of_all_pipelines_in_one_order(torch_group
         assert torch_groups == [(([2, 1], timeout, "gloo"), {}), (([3, 0], timeout, "gloo"), {})]
         assert job.sent == [{"ranks": list(members)}]
         assert (group.size, group.has_whole_job) == (2, False)
+
+
+@pytest.mark.parametrize("part", ["assign_device", "new_group"])
+def test_a_rank_that_is_lost_while_groups_are_made_is_an_error_of_the_run(
+    torch_groups, monkeypatch, part
+):
+    """torch's own error names neither the rank nor what it did."""
+
+    def refuse(*_):
+        raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(rank_group, "assign_device", lambda device: "assigned")
+    monkeypatch.setattr(rank_group if part == "assign_device" else rank_group.dist, part, refuse)
+    with pytest.raises(RunError, match="could not connect to the other ranks: Connection closed"):
+        RankGroup.of_pipeline([0], job_of(0, 1, [{"ranks": [0]}]), None)
 
 
 @pytest.mark.parametrize(

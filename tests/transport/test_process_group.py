@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import socket
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -267,14 +267,11 @@ def test_ranks_meet_in_the_store_before_they_connect(alone, cuda, launched):
     notes = []
     store = SimpleNamespace(set_timeout=notes.append)
 
-    class Watch:
-        """The watch over the store."""
-
-        def __enter__(self):
-            notes.append("watch")
-
-        def __exit__(self, *_):
-            notes.append("end of watch")
+    def watch(*_):
+        notes.append("watch")
+        stack = ExitStack()
+        stack.callback(notes.append, "end of watch")
+        return stack
 
     def note(name):
         return lambda *given: notes.append((name, *given))
@@ -282,7 +279,7 @@ def test_ranks_meet_in_the_store_before_they_connect(alone, cuda, launched):
     alone.setattr(process_group.torch.cuda, "is_available", lambda: cuda)
     alone.setattr(process_group, "launch_store", lambda: store if launched else None)
     alone.setattr(process_group, "_store", lambda *given: notes.append(given) or store)
-    alone.setattr(process_group, "_watching_store", lambda *_: Watch())
+    alone.setattr(process_group, "_watching_store", watch)
     alone.setattr(process_group, "_start_heartbeats", note("heartbeats"))
     alone.setattr(process_group, "_wait_for_ranks", note("wait"))
     alone.setattr(
@@ -301,6 +298,10 @@ def test_ranks_meet_in_the_store_before_they_connect(alone, cuda, launched):
             {"store": store, "rank": 1, "world_size": 3, "timeout": timeout},
         ),
     ]
+    error = RuntimeError("Connection closed by peer")
+    alone.setattr(process_group, "_store", lambda *_: (_ for _ in ()).throw(error))
+    with pytest.raises(RunError, match="could not connect to the other ranks: Connection closed"):
+        process_group._initialise(1, 3, 9.0)
 
 
 @pytest.mark.parametrize("agent", [False, True])

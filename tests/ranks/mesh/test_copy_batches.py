@@ -11,7 +11,7 @@ import torch
 
 from penstock.batches.batch import common_sample_count
 from penstock.batches.batch_parts import BatchPart
-from penstock.errors import RanksDiffer, SettingError
+from penstock.errors import RanksDiffer, RunError, SettingError
 from penstock.ranks.mesh.copy_batches import (
     CopyBatches,
     _describe_samples,
@@ -308,3 +308,14 @@ def test_targets_are_sent_with_their_values_however_they_lie_in_memory(monkeypat
     assert values.tolist() == sent[0].view(torch.complex64).tolist() == [1 - 2j, 3 + 4j]
     ((value,),) = batches._gather([numbers[:1].conj().imag], [1])
     assert value.tolist() == sent[1].view(torch.float32).tolist() == [-2.0]
+
+
+def test_a_rank_that_is_lost_while_groups_are_made_is_an_error_of_the_run(monkeypatch):
+    """torch's own error names neither the rank nor what it did."""
+
+    def refuse(*_):
+        raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr("penstock.ranks.mesh.copy_batches.dist.new_group", refuse)
+    with pytest.raises(RunError, match="could not connect to the other ranks of the mesh: Connec"):
+        CopyBatches(None, SimpleNamespace(deadline_s=7.0), None, False, True)

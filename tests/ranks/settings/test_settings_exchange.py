@@ -272,3 +272,15 @@ def test_a_world_that_was_made_before_the_failure_is_abandoned_and_closed(monkey
     assert calls == [error, "close"]
     constructed(monkeypatch, ranks=False, error=error, world=world)
     assert len(calls) == 2
+
+
+def test_a_store_that_is_gone_is_an_error_of_the_run():
+    """torch's own error names neither the rank nor what it did."""
+
+    def refuse(*_):
+        raise RuntimeError("Connection closed by peer")
+
+    exchange = SettingsExchange(SimpleNamespace(set=refuse), 0, 2, 30.0)
+    text = "could not compare its settings with the other ranks': Connection closed"
+    with pytest.raises(RunError, match=text):
+        exchange.exchange({})

@@ -102,6 +102,18 @@ def test_silence_counts_from_the_last_answer_of_the_host(monkeypatch, clock, loc
     assert reports == ([] if local_rank == "1" else [[0]] * 30)
 
 
+def test_a_host_on_which_no_store_appears_is_named_after_the_time_limit(monkeypatch, clock):
+    """Its answers, which are refusals, do not prolong the wait."""
+
+    def connect(address, limit_s):
+        raise ConnectionRefusedError
+
+    monkeypatch.setattr(store_watch.socket, "create_connection", connect)
+    with pytest.raises(RunError, match=r"within 20 s: .* and the host does not listen there\."):
+        wait_for_store("10.0.0.9", 29500, timeout_s=20.0)
+    assert 120.0 < clock.now_s <= 120.2
+
+
 @pytest.mark.parametrize(
     "error", [TimeoutError(), socket.gaierror(), OSError(errno.EHOSTUNREACH, "No route to host")]
 )
