@@ -267,11 +267,8 @@ def test_ranks_meet_in_the_store_before_they_connect(alone, cuda, launched):
     notes = []
     store = SimpleNamespace(set_timeout=notes.append)
 
-    def watch(*_):
-        notes.append("watch")
-        stack = ExitStack()
-        stack.callback(notes.append, "end of watch")
-        return stack
+    watch = ExitStack()
+    watch.callback(notes.append, "end of watch")
 
     def note(name):
         return lambda *given: notes.append((name, *given))
@@ -279,7 +276,7 @@ def test_ranks_meet_in_the_store_before_they_connect(alone, cuda, launched):
     alone.setattr(process_group.torch.cuda, "is_available", lambda: cuda)
     alone.setattr(process_group, "launch_store", lambda: store if launched else None)
     alone.setattr(process_group, "_store", lambda *given: notes.append(given) or store)
-    alone.setattr(process_group, "_watching_store", watch)
+    alone.setattr(process_group, "_watching_store", lambda *_: notes.append("watch") or watch)
     alone.setattr(process_group, "_start_heartbeats", note("heartbeats"))
     alone.setattr(process_group, "_wait_for_ranks", note("wait"))
     alone.setattr(
