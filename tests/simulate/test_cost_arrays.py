@@ -137,6 +137,8 @@ def test_arrays_of_vectors_take_the_axes_that_they_have():
             assert entry(amounts.get(name), *place) == expected
     alone = Amounts.batched({"update": 2.0}, STAGES, NUMBERS)
     assert (alone.vectors, alone.get("forward").item()) == (1, 1.0)
+    small = Amounts.batched({"forward": np.array([200], np.uint8)}, STAGES, NUMBERS)
+    assert [array.item() for array in small.work()] == [200, 400, 200, 200], "2 x 200 is no uint8"
 
 
 @pytest.mark.parametrize(
