@@ -35,6 +35,8 @@ def test_a_synchronous_schedule_keeps_one():
     assert versions_per_stage(case_schedule) == (1, 1, 1)
     assert with_versions(BYTES, case_schedule, weight_rule("flush")) is BYTES
     assert peak_memory(case_schedule, BYTES) == (103, 102, 101)
+    seconds = Costs(forward=1)
+    assert with_versions(seconds, schedule("pipedream", 3, 1), weight_rule("stash")) is seconds
 
 
 def test_versions_that_are_given_are_believed():

@@ -49,7 +49,7 @@ class Network:
                 f"costs: the network has {len(self.hosts)} hosts for the {dependencies.ranks} "
                 f"ranks of {dependencies.name}; give one host per rank"
             )
-        links, link = dependencies.links.reshape(-1, 2), dependencies.graph.link
+        links, link = dependencies.links, dependencies.graph.link
         host_of = np.array(self.hosts, np.int64)
         source, target = host_of[links[:, 0]], host_of[links[:, 1]]
         crosses = source != target

@@ -122,7 +122,7 @@ def _media(dependencies: Dependencies, links: str) -> Media:
         medium = np.where(link >= 0, 0, -1)
     else:
         # Half-duplex: both directions of a pair of ranks share one medium.
-        low, high = np.sort(dependencies.links.reshape(-1, 2), axis=1).T
+        low, high = np.sort(dependencies.links, axis=1).T
         pair = low.astype(np.int64) * dependencies.ranks + high
         medium_of_link = np.unique(pair, return_inverse=True)[1]
         # The link of an op without a message is -1, which reads the appended entry.
