@@ -145,6 +145,7 @@ def test_memory_of_many_follows_each_vector_s_bytes():
             "forward has .*-2.0.*; seconds and bytes must be finite and not negative",
         ),
         ({"links": "slow"}, "links are one of duplex, half-duplex, shared, not 'slow'"),
+        ({"links": "shared", "network": Network((0, 1, 2))}, "a network has links of its own"),
         ({"transfer": [1], "latency": [1]}, "transfer and latency or bandwidth both set"),
     ],
 )
@@ -152,6 +153,15 @@ def test_arrays_that_do_not_fit_are_refused_by_name(costs, message):
     """Broadcasting would take many a wrong shape without a word."""
     with pytest.raises(SettingError, match=message):
         simulate_many(schedule("1f1b", 3, 4), costs)
+
+
+def test_arrays_with_names_before_version_0_2_still_work_with_a_warning():
+    """As `Costs` does."""
+    case_schedule = schedule("1f1b", 2, 3)
+    with pytest.warns(DeprecationWarning, match="recompute"):
+        old = simulate_many(case_schedule, {"again": [0.5, 1.0]}, recompute="selective")
+    new = simulate_many(case_schedule, {"recompute": [0.5, 1.0]}, recompute="selective")
+    assert old.makespan.tolist() == new.makespan.tolist()
 
 
 def test_a_schedule_without_ops_has_outcomes_of_0():

@@ -27,7 +27,7 @@ from penstock.schedule.op import ACTIVATION_MOVES, Kind, Schedule
 from penstock.schedule.op_inputs import number_keys
 from penstock.schedule.recompute import Recompute
 from penstock.simulate.cost_arrays import Amounts
-from penstock.simulate.costs import FIELDS, LINKS, RENAMED, Costs
+from penstock.simulate.costs import FIELDS, RENAMED, Costs
 from penstock.simulate.lookup import Tables
 from penstock.simulate.memory_curves import Memory, peaks_in_order
 from penstock.simulate.network import Network
@@ -133,8 +133,7 @@ def _batches(
         links = str(fields.pop("links", "duplex"))
         buffers = bool(fields.pop("boundary_buffers", True))
         network = cast("Network | None", fields.pop("network", None))
-        if links not in LINKS:
-            raise SettingError(f"costs: links are one of {', '.join(LINKS)}, not {links!r}")
+        Costs(links=links, network=network)  # refuses links that contradict each other
         amounts = with_stream_memory(Amounts.batched(fields, stages, numbers), schedule)
         tables = Tables(dependencies, amounts, mode.recompute)
         yield np.arange(amounts.vectors), _Batch(tables, mode, links, network, buffers)
