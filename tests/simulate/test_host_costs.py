@@ -346,6 +346,10 @@ def test_devices_that_the_schedule_does_not_use_do_not_count():
         case_schedule, [a_profile()] * 2, [2, 2], on, 8, weight_rule("flush")
     )
     assert stage_costs.forward == pytest.approx((4 + SEND_S + MESSAGE_S, 4 + RECEIVE_S))
+    apart = replace(on, devices_per_node=1)
+    profiles = [a_profile()] * 2
+    stage_costs = schedule_costs(case_schedule, profiles, [2, 2], apart, 8, weight_rule("flush"))
+    assert stage_costs.network == Network((0, 1), LINK.latency_s)
 
 
 def test_halves_of_a_backward_have_the_work_that_they_run_with():

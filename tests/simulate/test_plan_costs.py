@@ -269,8 +269,8 @@ def test_memory_counts_the_copies_of_gradients_that_are_summed(kind, devices, co
 @pytest.mark.parametrize("kind", ["gpu", "cpu"])
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_levels_of_zero_divide_the_update_of_a_schedule_and_not_its_sums(kind, nodes):
-    """The sum is of the gradients, not of the copies in which they are summed. Level 1 divides the step of the optimizer; levels above it need no further copy of a gradient,
-    nor does level 1 between hosts, where it sums without buckets.
+    """Level 1 divides the step of the optimizer, and the sum is of the gradients alone; neither levels
+    above it nor level 1 between hosts, which sums without buckets, need copies of them.
     """
     case_schedule, lengths, replicas = schedule("chimera", 2, 4), [1, 3], (0, 1)
     on = Cluster("c", (Device("d", 10**9, kind),) * 2, 2 // nodes, LINK, SLOW)
@@ -345,12 +345,15 @@ def test_a_medium_is_shared_where_all_that_crosses_uses_it(
     assert place_costs(costs, schedule("gpipe", stages, 2), on).links == links
 
 
-def test_equal_links_inside_nodes_and_between_them_are_several_media():
-    """Each node has a medium of its own, and what goes between them uses another one."""
+def test_equal_links_are_several_media_and_a_value_that_stays_on_its_rank_uses_none():
+    """Each node has a medium of its own; a V has its middle on one rank."""
     link = replace(LINK, shared=True)
     on = replace(FOUR, inside=link, between=link).on((0, 1, 2))
     costs = stage_costs(PROFILE, [1, 1, 2], 1, on, micro_batches=2)
     assert place_costs(costs, schedule("gpipe", 3, 2), on).links == "duplex"
+    apart = replace(FOUR, between=replace(SLOW, shared=True)).on((0, 2))
+    costs = stage_costs(PROFILE, [1, 1, 1, 1], 1, apart, micro_batches=2)
+    assert place_costs(costs, schedule("zb-v", 4, 2), apart).links == "shared"
 
 
 def test_versions_are_of_stages_that_train_and_need_the_bytes_of_their_parts():
@@ -366,9 +369,7 @@ def test_versions_are_of_stages_that_train_and_need_the_bytes_of_their_parts():
 
 
 def test_the_rounding_of_copies_makes_no_update_of_less_than_nothing():
-    """Three replicas on hosts sum in two further copies; a third of three times a size may be a
-    little more than it.
-    """
+    """Three replicas on hosts sum in two further copies: a third of three sizes is rounded."""
     on = Cluster("c", (Device("c", 10**9, "cpu"),) * 3, 1, LINK, SLOW)
     case_schedule = schedule("gpipe", 1, 3, replicas=3)
     for size in range(1, 60):

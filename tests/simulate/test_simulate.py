@@ -410,3 +410,10 @@ def test_peaks_without_times_follow_the_recompute_policy(recompute, peak):
     gpipe = schedule("gpipe", 1, 2)
     assert peak_memory(gpipe, costs, recompute) == (peak,)
     assert simulate_schedule(gpipe, costs, recompute=recompute).peak_memory == (peak,)
+
+
+def test_each_pair_of_ranks_has_a_half_duplex_link_of_its_own():
+    """Ranks 0 and 3 do not wait for messages of ranks 1 and 2, nor these for theirs."""
+    case_schedule = Schedule.parse("0F0 0B0 0U1\n0F1 0B1 0U1\n1F1 1B1 1U1\n1F0 1B0 1U1")
+    line = simulate_schedule(case_schedule, Costs(transfer=1.0, links="half-duplex"))
+    assert line.makespan == 1 + 1 + 1 + 2 + 1 + 2

@@ -146,6 +146,8 @@ def test_limits_are_for_all_ranks_or_one_each_and_what_is_needed_fits_exactly():
         "no program fits memory_limit with placement 'v': rank 1 (stages 1, 2) needs 50 bytes for "
         "one micro-batch alone and has 40; raise its limit to 50"
     )
+    with pytest.raises(ScheduleError, match=r"rank 0 \(stages 0, 3\) needs 50 bytes"):
+        problem_for(costs, 2, Constraints("v", (40, 45)))
     with pytest.raises(ScheduleError, match=r"rank 3 \(stages 0, 3\) needs 40 bytes"):
         problem_for(costs, 2, Constraints("bidirectional", (40, 30, 30, 39)))
 
