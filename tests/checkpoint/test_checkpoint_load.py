@@ -204,6 +204,18 @@ def test_nan_is_refused_by_its_name_and_may_be_allowed(saved, pipe, name):
         assert not name.startswith("model/")
 
 
+def test_nan_in_a_buffer_is_loaded(saved, pipe):
+    """Statistics follow from the data; only parameters and what an optimizer keeps are checked."""
+
+    def spoil(tensors, texts):
+        if "model/1.running_mean" in tensors:
+            tensors["model/1.running_mean"].fill_(math.nan)
+
+    rewrite(saved, spoil)
+    load_into(pipe, saved)
+    assert state_of(pipe)["model/1.running_mean"].isnan().all()
+
+
 def test_a_checkpoint_of_another_model_is_refused_with_what_differs(saved):
     """Before its tensors are read."""
     file = saved / read_index(saved).files[0]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import pytest
@@ -20,6 +22,7 @@ from tests.conformance.reference import differences
 
 from penstock.checkpoint import checkpoint_load
 from penstock.checkpoint.checkpoint import Progress, VersionedStage
+from penstock.checkpoint.checkpoint_index import INDEX, read_index
 from penstock.checkpoint.checkpoint_load import load
 from penstock.checkpoint.checkpoint_options import CheckpointOptions, parse_skip
 from penstock.errors import FileError
@@ -207,6 +210,21 @@ def test_ranks_that_read_different_checkpoints_load_nothing(
         )
     for pipe, state in zip(two_pipes, before, strict=True):
         assert differences(state_of(pipe), state) == []
+
+
+def test_ranks_that_read_different_checkpoints_of_schema_1_load_nothing(
+    saved, tmp_path, two_pipes, monkeypatch
+):
+    """Such checkpoints have no identity: their content tells them apart."""
+    folders = [saved, tmp_path / "other"]
+    shutil.copytree(saved, folders[1])
+    for step, folder in zip((2, 3), folders, strict=True):
+        index = replace(read_index(folder), step=step, schema=1, identity="", sums={})
+        index = replace(index, scheduler_kinds=(), rule=None, aliases={}, checksum="")
+        (folder / INDEX).write_text(json.dumps(asdict(index)))
+    for error in load_in_ranks(two_pipes, folders, monkeypatch):
+        assert "rank 1 on host host1 reads the checkpoint of step 3 in" in str(error)
+    assert load_in_ranks(two_pipes, [saved, saved], monkeypatch) == [Progress(2)] * 2
 
 
 def test_if_one_rank_refuses_no_rank_loads(saved, original, two_pipes, monkeypatch):

@@ -134,7 +134,14 @@ def linked(folder):
     file.symlink_to(folder.parent / "elsewhere")
 
 
+def replaced_by_pipe(folder):
+    """Let the metadata be a pipe, to which nothing writes."""
+    (folder / ".metadata").unlink()
+    os.mkfifo(folder / ".metadata")
+
+
 PATCH = b"\x80\x04ctorch.distributed.checkpoint.metadata\nMetadata\n(N}\x8c\x04evil\x8c\x01xstb."
+CALL = b"\x80\x04ctorch\nset_num_threads\nK\x01\x85R."
 HOSTILE = {
     "code": (lambda folder: (folder / ".metadata").write_bytes(pickle.dumps(Evil())), "system"),
     "a changed class": (
@@ -158,6 +165,11 @@ HOSTILE = {
         lambda folder: (folder / ".metadata").write_bytes(pickle.dumps(torch.load)),
         r"it names torch\.serialization\.load",
     ),
+    "a function of torch": (
+        lambda folder: (folder / ".metadata").write_bytes(CALL),
+        r"it names torch\.set_num_threads",
+    ),
+    "a pipe": (replaced_by_pipe, "cannot read the weights in .*: it is not a regular file"),
     "no file": (lambda folder: next(folder.glob("*.distcp")).unlink(), "there is no file"),
     "damaged": (lambda folder: os.truncate(next(folder.glob("*.distcp")), 1000), "cannot read the"),
 }

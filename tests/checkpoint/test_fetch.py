@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import threading
-from dataclasses import replace
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import pytest
@@ -188,6 +189,19 @@ def test_files_of_a_checkpoint_on_a_shared_disk_are_fetched_where_a_copy_lacks_t
     make_disks(tmp_path, ("012i", ""), separate=False)
     assert run("01") == [None, None]
     assert files_of(tmp_path / "1") == CONTENTS
+
+
+def test_files_of_a_checkpoint_of_schema_1_are_fetched_too(tmp_path, run):
+    """It has no identity: its content tells it from others."""
+    make_disks(tmp_path, ("012", ""))
+    old = Checkpoint(3, "f", NAMES, schema=1)
+    (tmp_path / "0" / INDEX).write_text(json.dumps(asdict(old)))
+    assert run("01") == [None, None]
+    assert files_of(tmp_path / "1") == CONTENTS
+    (tmp_path / "1" / NAMES[0]).unlink()
+    (tmp_path / "1" / INDEX).write_text(json.dumps(asdict(replace(old, step=4))))
+    assert run("01") == [None, None]
+    assert files_of(tmp_path / "1").keys() == {NAMES[1], NAMES[2]}
 
 
 def test_a_damaged_index_is_as_none(tmp_path, run):

@@ -103,6 +103,7 @@ def test_a_foreign_lock_file_is_shown_without_control_characters(tmp_path, conte
         FolderLock(tmp_path)
     assert "\x1b" not in str(caught.value)
     assert len(str(caught.value)) < 600
+    assert ("another run (" in str(caught.value)) is ("process" in content)
     os.close(descriptor)
 
 

@@ -283,18 +283,23 @@ def test_state_of_a_rule_comes_back_by_parameter_with_gaps_and_numbers_in_full(p
     weight, bias, convolution = stage.update.parameters
     trend = [torch.rand(3, 3), None, torch.rand_like(convolution)]
     count = [None, torch.tensor([1, 2, 3]), None]
+    age = [torch.tensor(4.0), None, None]
     numbers = {"updates": 2.0**24 + 1, "rate": 0.1}
-    saved = rule_state(stage, Rule({"trend": trend, "count": count}, numbers), prefix)
+    saved = rule_state(stage, Rule({"trend": trend, "count": count, "age": age}, numbers), prefix)
     assert list(saved) == [
         f"{prefix}weights/{name}"
-        for name in ("a.weight/trend", "c.weight/trend", "a.bias/count", "updates", "rate")
+        for name in (
+            *("a.weight/trend", "c.weight/trend", "a.bias/count", "a.weight/age"),
+            *("updates", "rate"),
+        )
     ]
     assert all(tensor.is_contiguous() for tensor in saved.values())
     trend[0].zero_()
     other = Rule()
     restore_rule(stage, other, below(f"{prefix}weights/", saved))
     assert other.numbers == numbers
-    assert other.rows.keys() == {"trend", "count"}
+    assert other.rows.keys() == {"trend", "count", "age"}
+    assert other.rows["age"][0].item() == 4.0
     loaded = other.rows["trend"]
     assert [tensor is None for tensor in loaded] == [False, True, False]
     assert torch.equal(loaded[0], saved[f"{prefix}weights/a.weight/trend"])

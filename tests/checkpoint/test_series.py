@@ -390,6 +390,14 @@ def test_damaged_ones_do_not_count_and_stay_while_they_are_newer(tmp_path, keep,
     prune(tmp_path / "nowhere", keep)
 
 
+def test_where_no_checkpoint_is_whole_none_is_removed(tmp_path):
+    """The user may still restore a file of one."""
+    for step in (1, 2):
+        cut_off(write_step(tmp_path, step))
+    prune(tmp_path, 1)
+    assert steps_in(tmp_path) == ["step-000001", "step-000002"]
+
+
 def test_later_steps_are_set_aside_and_the_one_that_is_continued_from_is_not(tmp_path):
     """Those that an earlier run has set aside give way."""
     for step in (2, 4, 6):

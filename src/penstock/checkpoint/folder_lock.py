@@ -118,8 +118,7 @@ def _lock_file(path: Path) -> int | None:
     """
     while True:
         try:
-            # Not inherited by other programs: the lock would outlive this process.
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         except OSError:  # the first file that is written into the folder reports it
             return None
         try:

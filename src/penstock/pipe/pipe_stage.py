@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from penstock.errors import RunError
 from penstock.grad.full_backward import whole_grad
-from penstock.modules.recomputing import checkpointing, recomputing
+from penstock.modules.recomputing import checkpointing
 from penstock.modules.side_loss import collecting_side_losses
 from penstock.modules.skippable import Skip, Skippable, Waiting, waiting_skips
 from penstock.pipe.pipe_random import ForwardSeed, PartitionRandomness, SeededOps
@@ -266,8 +266,7 @@ class PipeStage:
             roots += side_losses
             root_grads += [side_grad.to(term.device, term.dtype) for term in side_losses]
         if roots:
-            # A layer that recomputes by itself runs its second forward in here.
-            with recomputing(), self.randomness.backward(self.device):
+            with self.randomness.backward(self.device):
                 whole_grad(roots, root_grads)
         return [gradients_of(value) for value in saved.inputs]
 
