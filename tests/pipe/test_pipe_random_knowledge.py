@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from penstock.pipe.pipe import Pipe
-from penstock.pipe.pipe_random import PartitionRandomness
+from penstock.pipe.pipe_random import ForwardSeed, PartitionRandomness, SeededOps
 
 
 def begin_run(randomness: PartitionRandomness, *, drew: bool = False) -> bool:
@@ -91,6 +92,27 @@ def test_what_draws_nothing_from_torchs_generators_needs_no_exclusive_use(layer)
     randomness = pipe._engine.stages[0].randomness
     assert not randomness.observing
     assert not randomness.needs_exclusive_use(randomness.of_layer(layer))
+
+
+class Attention:
+    """Stands for a fused attention of a GPU, which is tagged as random whatever its dropout."""
+
+    tags = frozenset({torch.Tag.nondeterministic_seeded})
+    _schema = SimpleNamespace(arguments=[SimpleNamespace(name="dropout_p")])
+
+    def __call__(self, rate):
+        """Return the rate."""
+        return rate
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.5])
+def test_a_fused_attention_without_dropout_runs_without_a_stream(rate):
+    """To seed the generators for nothing takes longer than the op."""
+    seed = ForwardSeed()
+    randomness = PartitionRandomness(nn.Sequential())
+    ops = SeededOps(seed, torch.device("cpu"), 0, None, randomness)
+    assert ops.__torch_dispatch__(Attention(), (), (rate,)) == rate
+    assert (seed._seed is None) is (rate == 0.0)
 
 
 def test_a_layer_that_mentions_the_generator_of_python_has_exclusive_use_from_its_first_draw():

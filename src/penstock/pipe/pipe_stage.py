@@ -71,7 +71,6 @@ class PartitionRun:
     """One partition in one forward of the model and the backward of that forward.
 
     Attributes:
-        modules: all modules of the partition.
         weights: parameters that require gradients.
         training: whether the partition is in training mode.
         forward_seed: seed of the random numbers.
@@ -81,13 +80,11 @@ class PartitionRun:
         drew: whether an intercepted op has drawn random numbers.
         may_have_drawn: whether an op may have drawn without being intercepted.
         weight_versions: version counters of `weights` at the beginning of the forward.
-        training_modes: by module, whether it was in training mode at that time.
         saved: by micro-batch, what its backward needs.
         side_losses: by micro-batch, its side losses without their graphs.
         side_loss_requires_grad: whether any side loss requires a gradient.
     """
 
-    modules: list[nn.Module]
     weights: list[Tensor]
     training: bool
     forward_seed: ForwardSeed
@@ -97,17 +94,15 @@ class PartitionRun:
     drew: bool = False
     may_have_drawn: bool = False
     weight_versions: list[int] = field(default_factory=list)
-    training_modes: list[bool] = field(default_factory=list)
     saved: dict[int, _SavedMicroBatch] = field(default_factory=dict)
     side_losses: dict[int, list[Tensor]] = field(default_factory=dict)
     side_loss_requires_grad: bool = False
 
     def expect_backward(self, recompute_count: int) -> None:
-        """Record that a backward will follow, and the state that a recompute has to restore."""
+        """Record that a backward will follow, and the weights that a recompute has to see."""
         self.has_backward, self.recompute_count = True, recompute_count
         if recompute_count:
             self.weight_versions = [weight._version for weight in self.weights]
-            self.training_modes = [module.training for module in self.modules]
 
 
 class PipeStage:
@@ -149,7 +144,7 @@ class PipeStage:
         }
         training = self.module.training
         intercepted = self.randomness.begin_run(modules, training)
-        return PartitionRun(modules, list(weights.values()), training, forward_seed, intercepted)
+        return PartitionRun(list(weights.values()), training, forward_seed, intercepted)
 
     def forward(
         self, run: PartitionRun, micro_batch: int, arrived: Sequence[Payload]
@@ -210,17 +205,12 @@ class PipeStage:
                 "backward, which recomputes the forward with it: call optimizer.step() after "
                 "backward(), or use checkpoint='never'"
             )
-        # In the modes of the forward, which the caller may have changed since.
-        present_modes = [module.training for module in run.modules]
-        try:
-            _set_modes(run.modules, run.training_modes, present_modes)
-            assert saved.first_forward is not None
-            with torch.enable_grad(), self._second_forwards.seeing(saved.first_forward):
-                saved.roots, saved.side_losses = self._run_layers(
-                    run, micro_batch, saved.inputs, recompute=True
-                )
-        finally:
-            _set_modes(run.modules, present_modes, run.training_modes)
+        assert saved.first_forward is not None
+        # Among the attributes that are restored are the modes of the layers.
+        with torch.enable_grad(), self._second_forwards.seeing(saved.first_forward):
+            saved.roots, saved.side_losses = self._run_layers(
+                run, micro_batch, saved.inputs, recompute=True
+            )
         leaves = [leaf for value in saved.roots for leaf in value.leaves]
         self._second_forwards.check(saved.first_forward, leaves, micro_batch)
         saved.first_forward = None
@@ -335,13 +325,6 @@ class PipeStage:
             "before. They were not recorded, so the forward cannot be recomputed for its backward. "
             "The next forward allows for it: repeat the batch"
         )
-
-
-def _set_modes(modules: Sequence[nn.Module], modes: list[bool], present_modes: list[bool]) -> None:
-    """Set the training mode of every module, unless all have the mode already."""
-    if modes != present_modes:
-        for module, training in zip(modules, modes, strict=True):
-            module.training = training
 
 
 def _iterate_modules(module: nn.Module) -> Iterator[nn.Module]:

@@ -47,4 +47,4 @@ def detach_payload(payload: Payload) -> Payload:
 
 def gradients_of(payload: Payload) -> Grads:
     """Return the gradient of each tensor, None for tensors that do not require one."""
-    return [tensor.grad if tensor.requires_grad else None for tensor in payload.tensors]
+    return [tensor.grad for tensor in payload.tensors]
