@@ -10,6 +10,7 @@ from torch.nn import functional
 import penstock as ps
 from penstock.batches.batch import make_batch
 from penstock.errors import SettingError
+from penstock.losses import loss_weights
 from penstock.losses.call import LossCall
 from penstock.losses.loss_weights import Knowledge, LossWeights
 from penstock.schedule.slicing import Slicing
@@ -281,3 +282,46 @@ def test_label_smoothing_without_weight_is_refused_in_a_smaller_micro_batch(numb
     value = batch.inputs[number].clone().requires_grad_() * 1
     with pytest.raises(SettingError, match="targets of micro-batch 2 have a class weight of 0"):
         LossWeights(LossCall(loss, CPU)).of(batch, number, value)
+
+
+def entropy(output, target):
+    """Return a cross-entropy over single samples."""
+    return functional.cross_entropy(output, target)
+
+
+def among_samples(output, target):
+    """Return a cross-entropy over the samples themselves."""
+    return functional.cross_entropy(output @ output.t(), torch.arange(len(output)))
+
+
+def with_centred(output, target):
+    """Return a cross-entropy, and a mean of differences from the mean of the samples."""
+    return entropy(output, target) + (output - output.mean(0)).square().mean()
+
+
+def with_hook(output, target):
+    """Return a cross-entropy whose gradient has a length of 1."""
+    output.register_hook(lambda grad: grad / grad.norm())
+    return entropy(output, target)
+
+
+@pytest.mark.parametrize("loss", [among_samples, with_centred, with_hook])
+def test_of_large_outputs_only_losses_over_single_samples_need_no_test_in_numbers(
+    loss, monkeypatch
+):
+    """The copies that the test makes would take much memory; a graph shows that samples are apart,
+    and neither what other terms do nor hooks.
+    """
+    monkeypatch.setattr(loss_weights, "_LARGE_OUTPUT", 0)
+    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
+    y = torch.tensor([0, 1, 2, 0])
+    seen = []
+
+    def noting(output, target):
+        seen.append(output.is_meta)
+        return entropy(output, target)
+
+    assert weigh(LossWeights(LossCall(noting, CPU)), batch_of(x, y)) == [0.5, 0.5]
+    assert all(seen)
+    with pytest.raises(SettingError, match="is not made of the losses of its micro-batches"):
+        weigh(LossWeights(LossCall(loss, CPU)), batch_of(x, y))
