@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from penstock.errors import ChainError
-from penstock.tracing.capture import Form, capture
+from penstock.tracing.capture import capture
+from penstock.tracing.form import Form
 from penstock.tracing.outputs import Outputs
 from penstock.tracing.skeleton import skeleton_of
 from penstock.tracing.traced_chain import chain

@@ -21,7 +21,7 @@ from penstock.errors import ChainError
 from penstock.modules.randomness import may_draw
 from penstock.modules.state_names import state_of
 from penstock.runtime.pipeline import Pipeline
-from penstock.tracing.capture import call
+from penstock.tracing.form import call
 from penstock.tracing.traced_chain import chain
 
 every_model = pytest.mark.parametrize("name", MODELS)
@@ -33,7 +33,7 @@ def tensors(value):
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
-def made(name):
+def model_and_inputs(name):
     """Return a model, a copy of it, and a function that creates its inputs."""
     torch.manual_seed(0)
     kind, inputs = MODELS[name]
@@ -65,7 +65,7 @@ def test_a_traced_chain_gives_the_models_outputs_gradients_buffers_and_state(nam
     """With all possible cuts, other batch sizes and lengths than the example's, in training and in
     evaluation.
     """
-    model, plain, inputs = made(name)
+    model, plain, inputs = model_and_inputs(name)
     traced = chain(model, inputs(3, 6))
     held = {}
     for layer, module in zip(traced.layers, traced.modules, strict=True):
@@ -97,7 +97,7 @@ def test_a_pipeline_of_three_stages_trains_a_traced_model_as_plain_training_does
     """Long skips, tied weights, masks and statistics across real boundaries; the user's own model
     is trained.
     """
-    model, plain, inputs = made(name)
+    model, plain, inputs = model_and_inputs(name)
     traced = chain(model, inputs(4, 6))
     third = len(traced) // 3
     pipe = Pipeline(
@@ -133,7 +133,7 @@ def test_layers_are_the_modules_with_weights_in_execution_order_with_their_names
     """The finest chain: the ops around a module belong to its layer, and ops without weights are no
     layer.
     """
-    model, _, inputs = made("unet")
+    model, _, inputs = model_and_inputs("unet")
     traced = chain(model, inputs(2, 0))
     assert [layer.name for layer in traced] == [
         "downs.0",
@@ -152,7 +152,7 @@ def test_layers_are_the_modules_with_weights_in_execution_order_with_their_names
 
 def test_a_skip_value_crosses_only_the_boundaries_between_its_ends():
     """The planner counts the bytes that cross each boundary."""
-    model, _, inputs = made("unet")
+    model, _, inputs = model_and_inputs("unet")
     batch = inputs(2, 0)
     traced = chain(model, batch)
     value, counts = batch, []

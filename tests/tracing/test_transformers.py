@@ -11,7 +11,8 @@ from torch.utils import _pytree as pytree
 from penstock.errors import ChainError
 from penstock.modules.state_names import state_of
 from penstock.runtime.pipeline import Pipeline
-from penstock.tracing.capture import call, without_caches
+from penstock.tracing.form import call
+from penstock.tracing.graph_export import without_caches
 from penstock.tracing.materialise import materialise
 from penstock.tracing.traced_chain import chain
 
@@ -106,7 +107,7 @@ MODELS = {
 }
 
 
-def made(name):
+def model_and_inputs(name):
     """Return a model in training mode, a copy of it, and a function that creates its inputs."""
     torch.manual_seed(0)
     model, inputs = MODELS[name]()
@@ -140,7 +141,7 @@ def test_a_model_of_transformers_in_three_stages_is_the_model(name):
     """Outputs with their own classes, gradients, and the state's names and values; also for other
     lengths and batch sizes than the example's.
     """
-    model, plain, inputs = made(name)
+    model, plain, inputs = model_and_inputs(name)
     traced = chain(model, inputs(3, 7))
     third = len(traced) // 3
     pipe = Pipeline(
@@ -214,7 +215,7 @@ def test_keys_and_values_for_generation_are_refused_by_their_class():
     """They would be sent to the end of the pipeline and are useless for training; the error names
     their class.
     """
-    model, _, inputs = made("gpt2")
+    model, _, inputs = model_and_inputs("gpt2")
     with pytest.raises(
         ChainError, match=r"GPT2LMHeadModel cannot be traced.*it returns a DynamicCache"
     ):

@@ -18,7 +18,7 @@ from penstock.batches.batch import Batch
 from penstock.batches.device_batch import micro_batch_inputs, whole_inputs
 from penstock.losses.sample_mixing import check_single_samples
 from penstock.losses.terms import MEAN, SUM, UnknownForm, class_count, same
-from penstock.tracing.capture import Form
+from penstock.tracing.form import Form
 from penstock.tracing.ops import SHAPE_ALONE, argument, op_name
 from penstock.tracing.traced_layer import StageInputs, TracedLayer
 from penstock.tracing.variants import Variant

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from penstock.errors import SettingError
-from penstock.tracing.capture import Form
+from penstock.tracing.form import Form
 from penstock.tracing.sequential import runs_otherwise
 from penstock.tracing.traced_chain import TracedChain, chain
 from penstock.tracing.variants import Variants

@@ -15,7 +15,7 @@ import torch
 from penstock.batches.batch import Batch
 from penstock.runtime.assembly import Assembly
 from penstock.runtime.batch_needs import check_needs
-from penstock.tracing.capture import Form
+from penstock.tracing.form import Form
 from penstock.tracing.sequential import ContainerWatch
 from penstock.tracing.variants import Variants
 

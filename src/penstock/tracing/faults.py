@@ -121,7 +121,7 @@ def _place(error: BaseException) -> traceback.FrameSummary | None:
 
 def _runs_model(frame: traceback.FrameSummary) -> bool:
     """Return whether a frame is the call of the user's model."""
-    return frame.filename == str(Path(__file__).with_name("capture.py")) and frame.name == "call"
+    return frame.filename == str(Path(__file__).with_name("form.py")) and frame.name == "call"
 
 
 def _reason(error: BaseException) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 from torch import fx, nn
 
 from penstock.errors import ChainError
-from penstock.tracing.capture import Capture, constant
+from penstock.tracing.graph_export import Capture, constant
 from penstock.tracing.interception import custom_function
 from penstock.tracing.ops import (
     apply_function,

@@ -10,9 +10,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from penstock.errors import ChainError
-from penstock.tracing.capture import Form
 from penstock.tracing.cuts import stack_of
 from penstock.tracing.flow import Flow
+from penstock.tracing.form import Form
 from penstock.tracing.traced_layer import TracedLayer
 from penstock.tracing.variants import Variants
 

@@ -10,7 +10,7 @@ from torch import SymInt, Tensor, fx
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.utils import _pytree as pytree
 
-from penstock.tracing.capture import constant
+from penstock.tracing.graph_export import constant
 
 #: Ops that are not recomputed from the inputs on every rank, although they could be: they cost more
 #: than sending their outputs.

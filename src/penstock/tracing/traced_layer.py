@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from penstock.errors import ChainError
-from penstock.tracing.capture import Form
+from penstock.tracing.form import Form
 from penstock.tracing.variants import Variant, Variants, held_elsewhere
 from penstock.values.constants import Whole
 

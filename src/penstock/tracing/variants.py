@@ -16,9 +16,11 @@ from torch import Tensor, fx, nn
 from penstock.errors import ChainError
 from penstock.modules.export_output import announced
 from penstock.modules.initialise import initial_values
-from penstock.tracing.capture import Capture, Form, capture
+from penstock.tracing.capture import capture
 from penstock.tracing.cuts import Key, layer_keys, segments_of
 from penstock.tracing.flow import Flow, changed_tensors, clean, flow_of
+from penstock.tracing.form import Form
+from penstock.tracing.graph_export import Capture
 from penstock.tracing.graph_segments import Segment, recomputation
 from penstock.tracing.python_state.state_watch import Change, Watch
 from penstock.tracing.skeleton import skeleton_of
