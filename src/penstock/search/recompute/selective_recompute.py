@@ -124,7 +124,7 @@ class _Group:
         schedule = self.placed.schedule
         if schedule.stream is not None:
             return 0.0
-        excess, moment = self._fullest()
+        excess, moment = self._fullest(self.full, np.zeros(len(self.parts)))
         if excess <= 0:
             return 0.0
         best_rate = 0.0
@@ -147,13 +147,13 @@ class _Group:
 
     def segments(self, precision: Precision) -> list[tuple[int, int]]:
         """Return the segments to recompute; none where everything fits."""
-        excess, moment = self._fullest()
+        excess, moment = self._fullest(self.full, np.zeros(len(self.parts)))
         if excess <= 0:
             return []
         for _ in range(ROUNDS):
             segments, fits = self._min_time_segments(moment, precision)
-            exceeded = self._most_exceeded(segments)
-            if exceeded is None or not fits or len(self.parts) == 1:
+            excess, exceeded = self._fullest(*self._stage_bytes(segments))
+            if excess <= 0 or not fits or len(self.parts) == 1:
                 break
             # The elementwise maximum covers both moments.
             moment = Moment(*map(np.maximum, moment, exceeded))
@@ -231,36 +231,32 @@ class _Group:
             least = np.minimum(least, room.min(axis=0, initial=np.inf))
         return least
 
-    def _fullest(self) -> tuple[float, Moment]:
-        """Return the bytes in excess at the fullest moment of all ranks if nothing is recomputed
-        (negative if everything fits), and that moment.
+    def _stage_bytes(self, segments: Sequence[tuple[int, int]]) -> tuple[Array, Array]:
+        """Return per stage, with these segments recomputed, the bytes that a micro-batch saves, and
+        the most that are recomputed at once.
+        """
+        selection = Selection.of_segments(segments, [part.start for part in self.parts])
+        rows = [self.sizes.stage_bytes(part.start, part.stop, selection) for part in self.parts]
+        saved = np.array([saved for saved, _ in rows])
+        recomputed = np.array([recomputed for _, recomputed in rows])
+        return self.samples * saved, self.samples * recomputed
+
+    def _fullest(self, saved: Array, recomputed: Array) -> tuple[float, Moment]:
+        """Return the bytes in excess at the fullest moment of all ranks (negative if everything
+        fits), and that moment.
+
+        Args:
+            saved: per stage, bytes that a micro-batch saves.
+            recomputed: per stage, the most bytes that are recomputed at once.
         """
         worst, moment = -np.inf, None
         for profile, free in zip(self.profiles, self.free_bytes, strict=True):
-            total = profile.in_flight @ self.full
+            total = profile.bytes(saved, self.full, recomputed)
             row = int(np.argmax(total))
             if moment is None or total[row] - free > worst:
                 worst, moment = float(total[row]) - free, profile.moment(row)
         assert moment is not None
         return worst, moment
-
-    def _most_exceeded(self, segments: Sequence[tuple[int, int]]) -> Moment | None:
-        """Return the moment at which a rank exceeds its memory most if these segments are
-        recomputed; None if all fit.
-        """
-        selection = Selection.of_segments(segments, [part.start for part in self.parts])
-        stage_bytes = [
-            self.sizes.stage_bytes(part.start, part.stop, selection) for part in self.parts
-        ]
-        saved = self.samples * np.array([saved for saved, _ in stage_bytes])
-        recomputed = self.samples * np.array([recomputed for _, recomputed in stage_bytes])
-        worst, moment = 0.0, None
-        for profile, free in zip(self.profiles, self.free_bytes, strict=True):
-            total = profile.bytes(saved, self.full, recomputed)
-            row = int(np.argmax(total))
-            if total[row] - free > worst:
-                worst, moment = total[row] - free, profile.moment(row)
-        return moment
 
 
 def _groups(placed: PlacedSchedule) -> list[_Group] | None:
