@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
 from penstock.errors import FileError
 from penstock.files.read import read_json
-from penstock.store import check_writable, to_json, write_json
+from penstock.store import check_writable, to_json, write_file, write_json
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,47 @@ def test_writing_replaces_the_old_file(tmp_path):
     assert read_json(path, Thing, 3).name == "other"
 
 
+def test_a_link_stays_a_link_and_its_target_is_replaced(tmp_path):
+    """A plan that is linked from another folder is the same plan there."""
+    (tmp_path / "link.json").symlink_to("real.json")
+    write_json(tmp_path / "link.json", THING)
+    assert (tmp_path / "link.json").is_symlink()
+    assert read_json(tmp_path / "real.json", Thing, 3) == THING
+
+
+def test_a_pipe_is_written_to_and_not_replaced(tmp_path):
+    """`penstock plan --out /dev/stdout` as root replaced the device by a file."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        check_writable(pipe)
+        write_json(pipe, THING)
+        assert os.read(reader, 10_000).decode() == to_json(THING) + "\n"
+    finally:
+        os.close(reader)
+    assert pipe.is_fifo()
+    assert list(tmp_path.iterdir()) == [pipe]
+
+
+def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path, monkeypatch):
+    """The disk is full, or text cannot be encoded: half a file would be read as a plan."""
+    path = tmp_path / "thing.json"
+    write_json(path, THING)
+
+    def fail(partial, content):
+        Path(str(partial)).touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", fail)
+    with pytest.raises(FileError, match=r"cannot write the plan .*thing\.json: No space left"):
+        write_file(path, "new", kind="plan")
+    with pytest.raises(FileError, match=r"cannot write .*surrogates not allowed"):
+        write_file(path, "\ud800")
+    assert list(tmp_path.iterdir()) == [path]
+    assert read_json(path, Thing, 3) == THING
+
+
 def test_a_folder_that_is_not_there_is_refused_with_the_path(tmp_path):
     """The user chose the path; the message repeats it."""
     with pytest.raises(
@@ -65,7 +109,7 @@ def test_a_folder_that_is_not_there_is_refused_with_the_path(tmp_path):
 
 def test_a_path_without_a_name_is_refused():
     """As of `penstock plan --out ""`: one line, not the error of pathlib."""
-    with pytest.raises(FileError, match=r"cannot write \.: .*empty name"):
+    with pytest.raises(FileError, match=r"cannot write \.: Is a directory"):
         write_json("", THING)
 
 

@@ -18,58 +18,88 @@ def to_json(value: object) -> str:
 
 
 def write_json(path: str | Path, value: object, *, durable: bool = False) -> None:
-    """Write `value` to `path` atomically: the file is complete or unchanged.
+    """Write `value` to `path` atomically, see `write_file`.
 
     Args:
         path: the file.
         value: a frozen dataclass of plain data.
-        durable: as of `write_text`.
+        durable: as of `write_file`.
 
     Raises:
         FileError: the file cannot be written.
     """
-    write_text(path, to_json(value) + "\n", durable=durable)
+    write_file(path, to_json(value) + "\n", durable=durable)
 
 
-def write_text(path: str | Path, text: str, *, durable: bool = False) -> None:
-    """Write text to a file atomically: the file is complete or unchanged.
+def write_file(
+    path: str | Path, content: str | bytes, *, kind: str = "", durable: bool = False
+) -> None:
+    """Write a file atomically: readers see either its old or its complete new content.
+
+    A link stays a link, and its target is replaced. A terminal or a pipe, such as /dev/stdout, is
+    written to.
 
     Args:
         path: the file.
-        text: its content.
+        content: all of it; text is written as UTF-8.
+        kind: what the file is, for messages.
         durable: wait until the file is on disk, so that it survives a power failure.
 
     Raises:
         FileError: the file cannot be written.
     """
     target = Path(path)
+    partial: Path | None = None
     try:
-        partial = target.with_name(target.name + ".partial")
-        partial.write_text(text, encoding="utf-8")
+        encoded = content if isinstance(content, bytes) else content.encode("utf-8")
+        partial = _partial_path(target)
+        if partial is None:
+            target.write_bytes(encoded)
+            return
+        partial.write_bytes(encoded)
         if durable:
             sync_file(partial)
-        partial.replace(target)
+        partial.replace(target.resolve())
         if durable:
-            sync_folder(target.parent)
-    except (OSError, ValueError) as error:  # ValueError: the name is empty
-        raise write_error(target, error) from error
+            sync_folder(partial.parent)
+    # ValueError: a NUL in the name. RuntimeError: a cycle of links.
+    except (OSError, ValueError, RuntimeError) as error:
+        if partial is not None:
+            with suppress(OSError):  # such as a parent that is a file
+                partial.unlink()
+        raise write_error(target, error, kind) from error
 
 
 def check_writable(path: str | Path) -> None:
-    """Check that `write_text` can write to `path`, before the work whose result it is to hold.
+    """Check that `write_file` can write to `path`, before the work whose result it is to hold.
 
     Raises:
         FileError: the path is a folder, or no file can be made beside it.
     """
     target = Path(path)
     try:
-        if target.is_dir():
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        partial = target.with_name(target.name + ".partial")
-        partial.touch()
-        partial.unlink(missing_ok=True)  # another rank may have removed it
-    except (OSError, ValueError) as error:
+        partial = _partial_path(target)
+        if partial is not None:
+            partial.touch()
+            partial.unlink(missing_ok=True)  # another rank may have removed it
+    except (OSError, ValueError, RuntimeError) as error:
         raise write_error(target, error) from error
+
+
+def _partial_path(path: Path) -> Path | None:
+    """Return where to write the content of a file before it replaces the file; None for a terminal
+    or a pipe, which another file cannot replace.
+
+    Raises:
+        OSError, ValueError, RuntimeError: the path cannot be that of a file.
+    """
+    target = path.resolve()
+    if target.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    if target.exists() and not target.is_file():
+        return None
+    # In the same folder, since a file can only be replaced atomically within a file system.
+    return target.with_name(f".{target.name}.{os.getpid()}.partial")
 
 
 def write_error(path: Path, error: Exception, kind: str = "") -> FileError:

@@ -10,7 +10,7 @@ import typer
 from penstock.cli.flags import options
 from penstock.cli.flags.options import CsvFile, MicroBatches, ScheduleName, ScheduleOption, Stages
 from penstock.errors import SettingError
-from penstock.store import write_error
+from penstock.store import write_file
 
 if TYPE_CHECKING:
     from penstock.schedule.op import Schedule
@@ -92,10 +92,7 @@ def _export_schedule(schedule: Schedule, to: Path | None, communication: bool) -
     if to is None:
         print(text, end="")
         return
-    try:
-        to.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise write_error(to, error) from error
+    write_file(to, text)
     csv_format = "compute_comms" if communication else "compute_only"
     load_call = f"_PipelineScheduleRuntime._load_csv({str(to)!r}, format={csv_format!r})"
     typer.echo(f"wrote {to}: load it with {load_call}", err=True)

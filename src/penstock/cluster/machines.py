@@ -12,7 +12,7 @@ from typing import final
 from penstock.cluster.device import Device, Link
 from penstock.errors import ClusterError
 from penstock.notebook import NotebookText
-from penstock.store import write_text
+from penstock.store import write_file
 from penstock.units import format_count
 
 #: Lines that are printed for different nodes at most.
@@ -301,4 +301,4 @@ class Cluster(NotebookText):
         Raises:
             FileError: the file cannot be written.
         """
-        write_text(path, self.to_yaml())
+        write_file(path, self.to_yaml())

@@ -11,12 +11,12 @@ from html import escape
 from pathlib import Path
 
 from penstock.draw.facts import clean
-from penstock.draw.output import write
 from penstock.draw.palette import dark_style
 from penstock.draw.svg import svg
 from penstock.draw.viewer import resource
 from penstock.errors import FileError
 from penstock.event import Timeline
+from penstock.store import write_file
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def write_gallery(folder: Path, text: GalleryText, entries: Sequence[GalleryEntr
     contents["index.html"] = _html_page(text, entries)
     contents["README.md"] = _markdown_page(text, entries)
     for name, content in contents.items():
-        write(folder / name, content)
+        write_file(folder / name, content, kind="drawing")
     return [folder / name for name in contents]
 
 

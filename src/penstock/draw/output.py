@@ -1,10 +1,8 @@
-"""Render drawings by format, and write files atomically."""
+"""Render drawings by format."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +13,7 @@ from penstock.draw.svg import svg
 from penstock.draw.terminal import text
 from penstock.errors import SettingError
 from penstock.event import Timeline
-from penstock.store import write_error
+from penstock.store import write_file
 
 FORMATS = ("txt", "svg", "png", "html", "json")
 _FORMAT_LIST = ".txt (terminal text), .svg, .png, .html and .json (Perfetto trace)"
@@ -59,7 +57,7 @@ def render(
     else:
         drawing = perfetto(panels)
     if path is not None:
-        write(Path(path), drawing)
+        write_file(path, drawing, kind="drawing")
     return drawing
 
 
@@ -82,34 +80,3 @@ def _select_format(path: str | Path | None, format_option: str | None) -> str:
             f"{path} has {problem}: the formats are {_FORMAT_LIST}. Rename the file or pass format="
         )
     return format_name
-
-
-def write(path: Path, content: str | bytes, kind: str = "drawing") -> None:
-    """Write a file atomically: readers see either its old or its complete new content.
-
-    Args:
-        path: the file.
-        content: all of it; text is written as UTF-8.
-        kind: what the file is, for messages.
-
-    Raises:
-        FileError: the file cannot be written.
-    """
-    encoded = content if isinstance(content, bytes) else content.encode("utf-8")
-    partial: Path | None = None
-    try:
-        target = path.resolve()
-        if target.exists() and not target.is_file() and not target.is_dir():
-            # A terminal or a pipe, such as /dev/stdout, cannot be replaced by another file.
-            target.write_bytes(encoded)
-            return
-        # In the same folder, since a file can only be replaced atomically within a file system.
-        partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
-        partial.write_bytes(encoded)
-        partial.replace(target)
-    # ValueError: a NUL in the name. RuntimeError: a cycle of links.
-    except (OSError, ValueError, RuntimeError) as error:
-        if partial is not None:
-            with suppress(OSError):  # such as a parent that is a file
-                partial.unlink()
-        raise write_error(path, error, kind) from error

@@ -12,7 +12,7 @@ from penstock.errors import PlanError, SettingError
 from penstock.plan.plan import Plan
 from penstock.registry import Registry
 from penstock.schedule.op import Schedule
-from penstock.store import write_error
+from penstock.store import write_error, write_file
 
 
 @final
@@ -40,15 +40,15 @@ class Exported:
             FileError: the file or folder cannot be written.
         """
         target = Path(path)
+        if not self.files or target.suffix:
+            write_file(target, self.text)
+            return
         try:
-            if self.files and not target.suffix:
-                target.mkdir(parents=True, exist_ok=True)
-                for name, text in self.files:
-                    (target / name).write_text(text, encoding="utf-8")
-            else:
-                target.write_text(self.text, encoding="utf-8")
+            target.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise write_error(target, error) from error
+        for name, text in self.files:
+            write_file(target / name, text)
 
 
 EXPORTERS: Registry[Callable[[Plan], Exported]] = Registry(

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from penstock.draw.facts import clean
-from penstock.draw.output import write
 from penstock.errors import FileError
 from penstock.report.cells import Names, blocks_of
 from penstock.report.document import Chart, Column, Report, Table, Value
+from penstock.store import write_file
 
 #: Spreadsheets run a cell that begins with one of these as a formula.
 #: Source: OWASP, "CSV Injection".
@@ -43,7 +43,7 @@ def write_csv(report: Report, folder: Path) -> list[Path]:
             continue
         path = folder / f"{names.unique(block.name)}.csv"
         content = table_csv(block) if isinstance(block, Table) else chart_csv(block)
-        write(path, content, kind="table")
+        write_file(path, content, kind="table")
         paths.append(path)
     return paths
 

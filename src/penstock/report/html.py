@@ -21,7 +21,6 @@ from markupsafe import Markup
 
 from penstock.draw.compare import differences
 from penstock.draw.facts import clean
-from penstock.draw.output import write
 from penstock.draw.palette import dark_style
 from penstock.draw.viewer import resource, viewer_script
 from penstock.report.cells import Names, blocks_of, cell_text, is_numeric, printable
@@ -40,6 +39,7 @@ from penstock.report.document import (
     Value,
 )
 from penstock.report.timelines import timeline_html
+from penstock.store import write_file
 
 #: Tables with more rows have a box to filter them.
 _FILTER_ROWS = 12
@@ -54,7 +54,7 @@ def write_html(report: Report, path: Path) -> None:
     Raises:
         FileError: the file cannot be written.
     """
-    write(path, html_page(report), kind="report")
+    write_file(path, html_page(report), kind="report")
 
 
 def html_page(report: Report) -> str:

@@ -9,7 +9,6 @@ from pathlib import Path
 from urllib.parse import quote
 
 from penstock.draw.facts import clean
-from penstock.draw.output import write
 from penstock.report.cells import Names, blocks_of, cell_text, is_numeric, printable
 from penstock.report.chart import chart_svg
 from penstock.report.csv import make_folder
@@ -24,6 +23,7 @@ from penstock.report.document import (
     TimelineFigure,
 )
 from penstock.report.timelines import timeline_svg
+from penstock.store import write_file
 
 #: Characters with a meaning in Markdown (CommonMark 0.31, and tables and strikethrough of GitHub).
 _MARKUP = re.compile(r"([\\`*_{}\[\]<>#|~!$&])")
@@ -52,10 +52,10 @@ def write_markdown(report: Report, folder: Path) -> list[Path]:
         make_folder(folder / "figures")
     for name, drawing in figures.items():
         path = folder / "figures" / f"{name}.svg"
-        write(path, drawing, kind="figure")
+        write_file(path, drawing, kind="figure")
         paths.append(path)
     path = folder / "report.md"
-    write(path, markdown_page(report), kind="report")
+    write_file(path, markdown_page(report), kind="report")
     return [*paths, path]
 
 

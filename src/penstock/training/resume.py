@@ -14,7 +14,7 @@ from penstock.errors import FileError, PlanError, SettingError
 from penstock.files.json_values import json_value
 from penstock.option import options_of
 from penstock.runtime.pipeline import Pipeline
-from penstock.store import sync_file
+from penstock.store import write_file
 from penstock.training.config import TrainConfig, read_settings, validate_settings
 from penstock.training.optimizer import sample_optimizer
 from penstock.training.plan_file import check_beside_plan
@@ -238,10 +238,7 @@ def drop_later_metrics(folder: Path, step: int) -> None:
         if isinstance(line_step, int | float) and line_step <= step and line.endswith("\n"):
             lines.append(line)
     # A loss of power leaves the old file or the new one, never a part.
-    partial = path.with_suffix(".partial")
-    partial.write_text("".join(lines))
-    sync_file(partial)
-    partial.replace(path)
+    write_file(path, "".join(lines), durable=True)
 
 
 def complete_metrics(folder: Path, step: int, lines: Sequence[str]) -> None:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.draw.output import write
 from penstock.draw.palette import BLACK, WHITE
 from penstock.errors import MissingExtra
+from penstock.store import write_file
 from penstock.study.convergence.conclusion import Standing, metric_values
 from penstock.study.convergence.experiment import BASELINE, Group
 from penstock.study.convergence.report import rule_name
@@ -113,7 +113,7 @@ def _save(figure: Figure, folder: Path, name: str) -> str:
             facecolor=WHITE,
             metadata={"Software" if suffix == "png" else "Date": None},
         )
-        write(folder / f"{name}.{suffix}", buffer.getvalue())
+        write_file(folder / f"{name}.{suffix}", buffer.getvalue(), kind="figure")
     return f"{name}.png"
 
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import torch
 
-from penstock.draw.output import write
 from penstock.errors import RunError
 from penstock.files.text import one_line
 from penstock.measure.profiler import machine_facts
 from penstock.profile.profile import Profile
+from penstock.store import write_file
 from penstock.study.convergence.experiment import Case, Experiment, Group
 from penstock.study.convergence.figure import draw_figures
 from penstock.study.convergence.records import RecordFile
@@ -169,5 +169,5 @@ class Study:
     def _write(self, results: Results) -> None:
         """Write the figures, the results as JSON, and the report."""
         figure_names = draw_figures(results, self.folder)
-        write(self.folder / "study.json", results.as_json())
-        write(self.folder / "study.md", page(results, figure_names))
+        write_file(self.folder / "study.json", results.as_json())
+        write_file(self.folder / "study.md", page(results, figure_names))
