@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import platform
 import sys
 from collections.abc import Mapping, Sequence
@@ -15,6 +14,7 @@ import typer
 import penstock
 from penstock.cli.flags import options
 from penstock.cli.flags.options import Json
+from penstock.cluster.local import available_cores
 from penstock.errors import PenstockError
 from penstock.text_table import aligned
 
@@ -77,7 +77,7 @@ def machine_facts(report: CardsReport) -> dict[str, object]:
     return {
         **_version_facts(),
         "torch": torch.__version__,
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": available_cores(),
         "torch threads": torch.get_num_threads(),
         "backends": [name for name, available in backends.items() if available],
         "gpus": [card.name or card.device for card in report.cards],
@@ -110,7 +110,7 @@ def _report_without_torch(json: bool) -> None:
     facts: dict[str, object] = {
         **_version_facts(),
         "torch": "not installed; training and measuring need it: pip install 'penstock[torch]'",
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": available_cores(),
         "optional parts missing": _missing_extras(),
     }
     if json:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import platform
 import socket
 import statistics
@@ -15,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from penstock.cluster.local import available_cores
 from penstock.errors import LayerFailed, SettingError
 from penstock.measure.concurrent import ConcurrentRanks
 from penstock.measure.conditions import ConditionsMeter
@@ -316,7 +316,7 @@ def device_name(device: torch.device) -> str:
 def machine_facts(device: torch.device) -> dict[str, str]:
     """Return facts about this machine, for people who read a profile later."""
     name = device_name(device) if device.type == "cuda" else processor_name()
-    cores, threads = len(os.sched_getaffinity(0)), torch.get_num_threads()
+    cores, threads = available_cores(), torch.get_num_threads()
     return {
         "device": f"{device.type}: {name}",
         "cores": str(cores),

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from penstock.cluster.local import available_cores
 from penstock.peers.plain import Plain
 from penstock.peers.setup import Setup
 from penstock.registry import Registry
@@ -78,7 +78,7 @@ class System:
         several = self.processes == "threads" or (
             self.processes == "one" and not _has_small_layers(setup)
         )
-        return min(setup.stages, len(os.sched_getaffinity(0))) if several else 1
+        return min(setup.stages, available_cores()) if several else 1
 
     def stages_per_rank(self, schedule: str) -> int:
         """Return the stages on every rank: 0 if it is no pipeline or divides by its own plan."""

@@ -14,6 +14,7 @@ from typing import Any
 
 from penstock.cluster.cluster import cluster as local_cluster
 from penstock.cluster.device import Link
+from penstock.cluster.local import available_cores
 from penstock.errors import FileError, SettingError
 from penstock.files.read import read_json
 from penstock.partition.catalogue import PARTITIONERS, option_names, partition
@@ -192,7 +193,7 @@ class Cuts:
         """Run a command on two ranks that can join each other."""
         from penstock.peers.training import open_store
 
-        ranks = min(_RANKS, len(os.sched_getaffinity(0))) if name == "profile" else _RANKS
+        ranks = min(_RANKS, available_cores()) if name == "profile" else _RANKS
         team = Team(self._host, ranks, self._log())
         try:
             store = open_store()

@@ -7,7 +7,6 @@ time, as many as memory allows; a reference system stays alive throughout.
 
 from __future__ import annotations
 
-import os
 import random
 import statistics
 from collections.abc import Callable, Sequence
@@ -15,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from penstock.cluster.local import available_memory_bytes
+from penstock.cluster.local import available_cores, available_memory_bytes
 from penstock.errors import PenstockError
 from penstock.files.text import one_line
 from penstock.peers.catalogue import System
@@ -300,7 +299,7 @@ class Comparison:
     def _measure_bound(self, number: int) -> None:
         """Time the ops of each rank alone, and of as many ranks at once as there are cores."""
         ranks = self._ranks[BOUND]
-        cores = len(os.sched_getaffinity(0))
+        cores = available_cores()
         warm, steps = self._step_counts(BOUND)
         alone = [[rank] for rank in range(ranks.ranks)]
         together = []

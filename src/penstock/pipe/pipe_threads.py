@@ -6,7 +6,6 @@ lock; one thread then runs all partitions. Results are the same in both cases.
 
 from __future__ import annotations
 
-import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -14,6 +13,8 @@ from contextlib import nullcontext
 from queue import SimpleQueue
 
 import torch
+
+from penstock.cluster.local import available_cores
 
 #: Seconds per op above which several threads are faster than one; measured by benchmarks/pipe.
 MIN_THREADED_OP_S = 400e-6
@@ -38,11 +39,7 @@ class ThreadChoice:
         self.forced: bool | None = None
         self.seconds_per_op = float("inf")
         self._half_steps = 0
-        self._cores = (
-            len(os.sched_getaffinity(0))
-            if hasattr(os, "sched_getaffinity")
-            else os.cpu_count() or 1
-        )
+        self._cores = available_cores()
 
     def use_threads(self) -> bool:
         """Return whether to use one thread per partition.

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
 from penstock.checkpoint.interval import Interval, parse_interval
 from penstock.cluster.device import DeviceRequest
+from penstock.cluster.local import available_cores
 from penstock.errors import FileError, SettingError
 from penstock.files.read import read_yaml
 from penstock.files.text import quote, shorten
@@ -191,7 +191,7 @@ class TrainConfig(CommonOptions):
     def stage_count(self) -> int | None:
         """Return the number of stages, or None if the planner chooses it."""
         if self.stages == "cores":
-            return len(os.sched_getaffinity(0))
+            return available_cores()
         partition = self.lengths()
         if self.stages is None and isinstance(partition, list):
             return len(partition)

@@ -8,7 +8,6 @@ cards.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, final
@@ -17,6 +16,7 @@ import torch
 
 from penstock.cluster.cluster import Cluster, cluster
 from penstock.cluster.device import Device, Link
+from penstock.cluster.local import available_cores
 from penstock.errors import SettingError
 from penstock.measure.card_choice import CardMemory, DeviceType
 from penstock.training.config import TrainConfig, read_settings
@@ -64,7 +64,7 @@ class Devices:
     @property
     def default_ranks(self) -> int:
         """The number of ranks if neither ranks nor stages are set: one per core, or per card."""
-        return len(self.cards) or len(os.sched_getaffinity(0))
+        return len(self.cards) or available_cores()
 
     def check_ranks(self, ranks: int) -> None:
         """Refuse more ranks than there are cards, unless all of them share a single card.

@@ -13,6 +13,7 @@ import typer
 
 from penstock.cli.flags.options import flag_of
 from penstock.cli.progress_bar import measuring_bar, stderr_console
+from penstock.cluster.local import available_cores
 from penstock.errors import SettingError
 from penstock.store import check_writable
 from penstock.text_table import table
@@ -107,7 +108,7 @@ def _refuse_model_flags(context: typer.Context) -> None:
 def _load_warning() -> str | None:
     """Return a warning if other programs use at least half of the host's cores, else None."""
     try:
-        load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
+        load, cores = os.getloadavg()[0], available_cores()
     except OSError:
         return None
     if load < cores / 2:

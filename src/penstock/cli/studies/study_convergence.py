@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json as json_module
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -14,6 +13,7 @@ import typer
 
 from penstock.cli.flags.options import refuse_flags
 from penstock.cli.progress_bar import bar_with_lines
+from penstock.cluster.local import available_cores
 from penstock.errors import RunError, SettingError
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def run(flags: Flags, out: Path | None, jobs: int | None, *, json: bool) -> None
 
     experiment = _experiment(flags)
     folder = out or Path("runs") / (f"{NAME}-quick" if flags.quick else NAME)
-    cores = len(os.sched_getaffinity(0))
+    cores = available_cores()
     measured = not flags.quick if flags.measure is None else flags.measure
     with _progress(json) as (start_cases, say):
         results = Study(experiment, folder, jobs or cores, measured).run(start_cases, say)

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import cloudpickle
 
+from penstock.cluster.local import available_cores
 from penstock.errors import RankDied, RunError, SettingError
 from penstock.ranks.foreign_text import foreign_text
 from penstock.ranks.processes.forked_ranks import RankProcess, search_path, start_rank
@@ -153,7 +154,7 @@ def launch(
         raise SettingError(
             f"{getattr(fn, '__name__', fn)} or its arguments cannot be sent to the ranks: {error}"
         ) from error
-    threads_per_rank = threads or max(1, len(os.sched_getaffinity(0)) // ranks)
+    threads_per_rank = threads or max(1, available_cores() // ranks)
     # The folder can be entered by this user alone. The store is in this process, so that it
     # outlasts the ranks and can tell each what has happened to the others.
     with (

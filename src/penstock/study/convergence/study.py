@@ -4,13 +4,13 @@ figures.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from penstock.cluster.local import available_cores
 from penstock.errors import RunError
 from penstock.files.text import one_line
 from penstock.measure.profiler import machine_facts
@@ -141,7 +141,7 @@ class Study:
         """Time batches of the cases that have no more ranks than the host has cores, one case after
         the other, and return those that failed.
         """
-        cores = len(os.sched_getaffinity(0))
+        cores = available_cores()
         failed = []
         for group, case in timed_cases.items():
             if group in record_file.measured or not 1 < case.programs.ranks <= cores:

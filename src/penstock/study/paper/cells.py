@@ -4,9 +4,9 @@ comparisons that test the paper's explanations.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, replace
 
+from penstock.cluster.local import available_cores
 from penstock.peers.catalogue import system
 from penstock.study.cell import Cell, Options, options
 from penstock.study.paper.published import (
@@ -95,7 +95,7 @@ def template(settings: Settings) -> Template:
     repetitions = settings.repetitions
     if repetitions is None and not small:
         repetitions = FULL_REPETITIONS
-    return Template(base, repetitions, len(os.sched_getaffinity(0)))
+    return Template(base, repetitions, available_cores())
 
 
 def paper_cell(common: Template, published: PublishedCell) -> Cell:
