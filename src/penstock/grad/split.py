@@ -11,7 +11,7 @@ of one run, but `retain_grad` counts twice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -89,7 +89,7 @@ def input_grad(
     on_path = _nodes_reaching(roots, {get_gradient_edge(leaf).node for leaf in inputs})
     # The weight part of the backward leaves the path at these nodes. The gradients that arrive there
     # are all that it needs: from there it does not repeat what the input gradients have computed.
-    weights_of = {node: _weights(_off_path_successors(node, on_path)) for node in on_path}
+    weights_of = {node: list(graph_leaves(_off_path_successors(node, on_path))) for node in on_path}
     captured: dict[Node, dict[int, Tensor]] = {}
     hooks = [
         node.register_prehook(_capture_into(captured, node))
@@ -162,7 +162,7 @@ def _partition_weights(
     from_outputs: set[Tensor] = set()
     for root in roots:
         if root not in weights_of:
-            from_outputs.update(_weights([root]))
+            from_outputs.update(graph_leaves([root]))
     nodes_of: dict[Tensor, list[Node]] = {}
     for node, weights in weights_of.items():
         for weight in weights:
@@ -200,22 +200,23 @@ def weight_grad(pending: PendingWeights) -> None:
         pending.groups.pop().run(keep_graph=bool(pending.groups))
 
 
-def _weights(roots: list[Node]) -> list[Tensor]:
-    """Return the leaves to which the gradients at `roots` are propagated."""
-    leaves: list[Tensor] = []
-    visited = set(roots)
-    stack = list(roots)
+def graph_leaves(roots: Iterable[Node], ends: Iterable[Node] = ()) -> Iterator[Tensor]:
+    """Yield the leaves to which the gradients at `roots` are propagated, except through the nodes
+    `ends`.
+    """
+    visited = set(ends)
+    stack = [root for root in roots if root not in visited]
+    visited.update(stack)
     while stack:
         node = stack.pop()
         # Only the nodes that accumulate the gradient of a leaf have this attribute.
         variable = getattr(node, "variable", None)
         if variable is not None:
-            leaves.append(variable)
+            yield variable
         successors = {successor for successor, _ in node.next_functions if successor is not None}
         successors -= visited
         visited |= successors
         stack += successors
-    return leaves
 
 
 def _nodes_reaching(roots: list[Node], targets: set[Node]) -> dict[Node, None]:

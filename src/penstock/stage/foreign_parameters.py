@@ -9,7 +9,7 @@ stage's graph must lead to the stage's own parameters alone.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.autograd.graph import Node
 
 from penstock.batches.batch import Batch
 from penstock.errors import SettingError
+from penstock.grad.split import graph_leaves
 from penstock.modules.state_names import parameters_of
 from penstock.tracing.traced_chain import TracedChain
 from penstock.values.structure import tensors_of
@@ -91,7 +92,7 @@ class Reach:
         ):
             return
         self._checked_forms.add(form)
-        for parameter in _parameters(_nodes_of(value), frozenset()):
+        for parameter in _parameters(_nodes_of(value)):
             name = self.model.name(parameter)
             if id(parameter) not in self._parameter_ids and name is not None:
                 raise SettingError(
@@ -120,17 +121,17 @@ class Reach:
         self.step = batch.step
         if not torch.is_grad_enabled():
             return
-        output_nodes = frozenset(_nodes_of(output))
+        output_nodes = _nodes_of(output)
         foreign = self._foreign_parameters(root, output_nodes)
         if not foreign:
             return
         # A loss that changes the output in place leads to the layers' graph past its nodes.
-        below_output = {id(parameter) for parameter in _parameters(output_nodes, frozenset())}
+        below_output = {id(parameter) for parameter in _parameters(output_nodes)}
         for parameter in foreign:
             if id(parameter) not in below_output:
                 raise SettingError(self._loss_message(parameter))
 
-    def _foreign_parameters(self, root: Node, ends: frozenset[Node]) -> list[nn.Parameter]:
+    def _foreign_parameters(self, root: Node, ends: Iterable[Node]) -> list[nn.Parameter]:
         """Return the parameters that a graph leads to, except through `ends`, of other stages."""
         reachable = _parameters([root], ends)
         return [parameter for parameter in reachable if id(parameter) not in self._parameter_ids]
@@ -159,17 +160,6 @@ def _nodes_of(value: Any) -> list[Node]:
     return [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
 
 
-def _parameters(roots: Iterable[Node], ends: frozenset[Node]) -> Iterator[nn.Parameter]:
-    """Yield the parameters that a graph leads to, except through the nodes `ends`."""
-    stack = [root for root in roots if root not in ends]
-    visited = {*ends, *stack}
-    while stack:
-        node = stack.pop()
-        # Only nodes that accumulate a leaf's gradient have a variable.
-        variable = getattr(node, "variable", None)
-        if isinstance(variable, nn.Parameter):
-            yield variable
-        inputs = {successor for successor, _ in node.next_functions if successor is not None}
-        inputs -= visited
-        visited |= inputs
-        stack += inputs
+def _parameters(roots: Iterable[Node], ends: Iterable[Node] = ()) -> list[nn.Parameter]:
+    """Return the parameters that a graph leads to, except through the nodes `ends`."""
+    return [leaf for leaf in graph_leaves(roots, ends) if isinstance(leaf, nn.Parameter)]
