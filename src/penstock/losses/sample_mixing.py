@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor, fx
-from torch.utils import _pytree as pytree
+from torch import fx
 
 from penstock.losses.terms import UnknownForm
-from penstock.tracing.ops import SHAPE_ALONE, argument, op_name
+from penstock.tracing.ops import SHAPE_ALONE, argument, op_name, output_tensors
 from penstock.tracing.variants import Variant
 
 #: Ops that move or combine elements along dimensions, and the argument that names these. The
@@ -115,7 +114,7 @@ class _Mixing:
         if name == "index":
             return self._chooses_samples(node)
         if name == "scaled_dot_product_attention":
-            keys = _tensors(argument(node, "key", None))[0]
+            keys = output_tensors(argument(node, "key", None))[0]
             return self._domain.counts_samples(keys.shape[-2])
         return self.reduces_samples(node) or self.moves_samples(node)
 
@@ -123,7 +122,7 @@ class _Mixing:
         """Whether an index of samples in an einsum is not one of its result."""
         terms, _, result = argument(node, "equation", "").replace(" ", "").partition("->")
         for term, operand in zip(terms.split(","), argument(node, "tensors", ()), strict=True):
-            sizes = _tensors(operand)[0].shape
+            sizes = output_tensors(operand)[0].shape
             # "..." stands for the dimensions that have no index of their own.
             front, dots, back = term.partition("...")
             indices = front + "." * (len(sizes) - len(term) + len(dots)) + back
@@ -134,14 +133,14 @@ class _Mixing:
 
     def _chooses_samples(self, node: fx.Node) -> bool:
         """Whether an op takes samples from places that are computed otherwise than in order."""
-        value = _tensors(argument(node, "self", None))[0]
+        value = output_tensors(argument(node, "self", None))[0]
         for size, index in zip(value.shape, argument(node, "indices", ()), strict=False):
             if index is None or not self._domain.counts_samples(size):
                 continue
             source = index
             while op_name(source) in _SAME_PLACES:
                 source = source.args[0]
-            is_mask = _tensors(index)[0].dtype is torch.bool
+            is_mask = output_tensors(index)[0].dtype is torch.bool
             if not is_mask and op_name(source) not in _PLACES:
                 return True
         return False
@@ -153,7 +152,7 @@ class _Mixing:
         samples takes two and leaves one.
         """
         name = op_name(node)
-        if name in SHAPE_ALONE or name.startswith("sym_") or not _tensors(node):
+        if name in SHAPE_ALONE or name.startswith("sym_") or not output_tensors(node):
             return False
         left = self._sample_dims(node)
         return any(self._sample_dims(used) > left for used in node.all_input_nodes)
@@ -163,7 +162,7 @@ class _Mixing:
         name = op_name(node)
         if name not in _ALONG:
             return False
-        (value, *_) = _tensors(node.all_input_nodes[0])
+        (value, *_) = output_tensors(node.all_input_nodes[0])
         # `sort` works along the last dimension by default, and `roll` on all elements in a row.
         dims = argument(node, _ALONG[name], [0] if name == "roll" else -1)
         dims = [dims] if isinstance(dims, int) else list(dims)
@@ -171,11 +170,7 @@ class _Mixing:
 
     def _sample_dims(self, node: fx.Node) -> int:
         """Return the number of dimensions of a value whose size follows the number of samples."""
-        counts = [sum(map(self._domain.counts_samples, tensor.shape)) for tensor in _tensors(node)]
+        counts = [
+            sum(map(self._domain.counts_samples, tensor.shape)) for tensor in output_tensors(node)
+        ]
         return max(counts, default=0)
-
-
-def _tensors(node: fx.Node) -> list[Tensor]:
-    """Return the tensors that a node stands for, as they were traced."""
-    leaves = pytree.tree_leaves(node.meta.get("val"))
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
