@@ -20,8 +20,9 @@ Most configurations are never simulated: one whose lower bound exceeds the best 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 
 from penstock.errors import PenstockError
@@ -248,15 +249,50 @@ def _best_uneven_placements(search: PlanSearch) -> list[tuple[tuple[int, ...], S
     return best_placements
 
 
+@dataclass
+class _Kind:
+    """The configurations with one schedule and the same numbers of stages and of replicas.
+
+    Attributes:
+        configurations: most promising first.
+        nearest_s: the least seconds per step of those that gave a plan.
+        misses: number of those that gave none.
+    """
+
+    configurations: list[Configuration] = field(default_factory=list)
+    nearest_s: float = math.inf
+    misses: int = 0
+
+    def is_hopeless(self, search: PlanSearch) -> bool:
+        """Return whether the kind has not come near the best plan so far, or has given no plan in
+        several configurations. As long as nothing fits, every kind may still be the one that does.
+        """
+        if not search.feasible:
+            return False
+        if self.nearest_s == math.inf:
+            return self.misses >= MISSES
+        return self.nearest_s > FAR * search.best_s
+
+    def evaluate(self, search: PlanSearch, configuration: Configuration, balance: Balance) -> None:
+        """Evaluate one of the configurations, and note how near it came."""
+        # It cannot win, and says nothing about its kind: neither a miss nor near.
+        if configuration.bound_s > search.cutoff_s:
+            return
+        candidate = search.evaluate_configuration(configuration, balance)
+        if candidate is None:
+            self.misses += 1
+        else:
+            self.nearest_s = min(self.nearest_s, candidate.step_s)
+
+
 def _search(
     search: PlanSearch,
     space: SearchSpace,
     slowdown: Mapping[tuple[Shape, int], float],
     balance: Balance,
 ) -> None:
-    """Evaluate all configurations that were not tried yet: the most promising of every kind
-    (schedule, number of stages and of replicas), then the second of those kinds that came near the
-    best, and so on.
+    """Evaluate all configurations that were not tried yet: the most promising of every kind, then
+    the second of those kinds that came near the best, and so on.
     """
 
     def corrected_estimate(configuration: Configuration) -> float:
@@ -269,37 +305,17 @@ def _search(
         for configuration in space.configurations
         if (configuration, balance) not in search.tried
     ]
-    kinds: dict[tuple[str, int, int], list[Configuration]] = {}
+    kinds: defaultdict[tuple[str, int, int], _Kind] = defaultdict(_Kind)
     for configuration in sorted(untried, key=corrected_estimate):
-        kind = configuration.schedule, configuration.stages, configuration.shape.pipelines
-        kinds.setdefault(kind, []).append(configuration)
-    nearest = dict.fromkeys(kinds, math.inf)
-    misses = dict.fromkeys(kinds, 0)
-
-    def is_hopeless(kind: tuple[str, int, int]) -> bool:
-        """Return whether a kind has not come near the best plan so far, or has given no plan in
-        several configurations. As long as nothing fits, every kind may still be the one that does.
-        """
-        if not search.feasible:
-            return False
-        if nearest[kind] == math.inf:
-            return misses[kind] >= MISSES
-        return nearest[kind] > FAR * search.best_s
-
-    for turn in range(max(map(len, kinds.values()), default=0)):
-        for kind, configurations in kinds.items():
-            if turn >= len(configurations) or is_hopeless(kind):
+        key = configuration.schedule, configuration.stages, configuration.shape.pipelines
+        kinds[key].configurations.append(configuration)
+    for turn in range(max((len(kind.configurations) for kind in kinds.values()), default=0)):
+        for kind in kinds.values():
+            if turn >= len(kind.configurations) or kind.is_hopeless(search):
                 continue
             if search.is_over:
                 return
-            # It cannot win, and says nothing about its kind: neither a miss nor near.
-            if configurations[turn].bound_s > search.cutoff_s:
-                continue
-            candidate = search.evaluate_configuration(configurations[turn], balance)
-            if candidate is None:
-                misses[kind] += 1
-            else:
-                nearest[kind] = min(nearest[kind], candidate.step_s)
+            kind.evaluate(search, kind.configurations[turn], balance)
 
 
 def _evaluate_all(search: PlanSearch, proposals: Iterable[Proposal]) -> None:
