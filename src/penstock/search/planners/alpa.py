@@ -19,7 +19,6 @@ from penstock.search.planners.replicated_stages import (
     check_size,
     least_memory,
     likely_counts,
-    micro_batches_that_fit,
     pack_devices,
     plan_of_least,
     replicated_proposal,
@@ -27,6 +26,7 @@ from penstock.search.planners.replicated_stages import (
 )
 from penstock.search.planners.scope import check_alike, check_scope
 from penstock.search.proposal import Objective, Proposal
+from penstock.search.recompute.memory_profile import divide_room
 from penstock.search.request import PlanRequest
 
 #: Maximum number of steps of the dynamic program, (layers x devices)^2: of one, and of all that are
@@ -122,7 +122,7 @@ def tables(
             continue
         sync_s = sync_seconds(order[:size], ranges.parameter_bytes, request.cluster)
         table[:, :, size] = ranges.seconds / size + sync_s / count
-        in_flight = micro_batches_that_fit(size * room, activation_bytes)
+        in_flight = divide_room(size * room, activation_bytes)
         most_stages[:, :, size] = np.clip(np.floor(in_flight), 0, layers)
     table[np.tril_indices(layers + 1)] = np.inf
     return table, most_stages

@@ -21,7 +21,6 @@ from penstock.search.planners.replicated_stages import (
     check_size,
     least_memory,
     likely_counts,
-    micro_batches_that_fit,
     pack_devices,
     plan_of_least,
     replicated_proposal,
@@ -29,6 +28,7 @@ from penstock.search.planners.replicated_stages import (
 )
 from penstock.search.planners.scope import check_alike, check_scope
 from penstock.search.proposal import Objective, Proposal
+from penstock.search.recompute.memory_profile import divide_room
 from penstock.search.request import PlanRequest
 
 #: Maximum number of table entries, layers^2 x devices: of one search, and of all together.
@@ -118,7 +118,7 @@ def tables(
         saved, working = np.broadcast_to(inputs[:, None], work.shape), ranges.activation_bytes
     weights = request.state_per_parameter_byte * ranges.parameter_bytes
     room = least_memory(request) - weights - working
-    in_flight = np.floor(micro_batches_that_fit(room, saved))
+    in_flight = np.floor(divide_room(room, saved))
     table: Numbers = np.full((layers + 1, layers + 1, ranks + 1), np.inf)
     most_stages: NDArray[np.int64] = np.zeros(table.shape, np.int64)
     for replicas in range(1, min(ranks, request.copies_allowed, count) + 1):

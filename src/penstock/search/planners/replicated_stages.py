@@ -108,17 +108,6 @@ def least_memory(request: PlanRequest) -> int:
     return min(map(request.memory_bytes, range(request.cluster.ranks)))
 
 
-def micro_batches_that_fit(room: Numbers, saved_bytes: Numbers) -> Numbers:
-    """Return how many micro-batches fit into memory, as fractions; negative if the weights do not.
-
-    Args:
-        room: bytes that weights and optimizer states leave.
-        saved_bytes: that one micro-batch saves. Where it is 0, any number fits: infinitely many.
-    """
-    any_number = np.where(room >= 0, np.inf, -1.0)
-    return np.divide(room, saved_bytes, out=any_number, where=saved_bytes > 0)
-
-
 def pack_devices(cluster: Cluster, sizes: Sequence[int]) -> tuple[int, ...]:
     """Return devices for groups of these sizes, in the order of the groups, so that as few groups
     as possible span several nodes.

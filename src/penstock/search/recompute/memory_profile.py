@@ -122,6 +122,16 @@ def _memory_profiles(schedule: Schedule) -> list[MemoryProfile]:
     return profiles
 
 
+def divide_room(room: Array, parts: Array) -> Array:
+    """Return how much room each part has, or how many of a size fit: room / parts.
+
+    Where `parts` is 0, there is room for anything (infinity) unless the room is negative (minus
+    infinity): something else does not fit.
+    """
+    anything: Array = np.where(room >= 0, np.inf, -np.inf)
+    return np.divide(room, parts, out=anything, where=parts > 0)
+
+
 def _undominated(rows: Array) -> Array:
     """Return the rows that no other row reaches in every column."""
     # A row can only be dominated by one with at least its sum, so larger sums come first.

@@ -18,7 +18,12 @@ from penstock.plan.segments import Selection
 from penstock.schedule.arrays import Array
 from penstock.schedule.recompute import Recompute
 from penstock.search.instantiate import PlacedSchedule
-from penstock.search.recompute.memory_profile import MemoryProfile, Moment, memory_profiles
+from penstock.search.recompute.memory_profile import (
+    MemoryProfile,
+    Moment,
+    divide_room,
+    memory_profiles,
+)
 from penstock.search.recompute.min_time_recompute import (
     COARSE,
     Layers,
@@ -222,12 +227,7 @@ class _Group:
             # Shape (moments, bounds).
             remaining = free - profile.split * self.full - profile.recomputed * bounds[None, :]
             count = profile.in_flight - profile.split
-            # Where no micro-batch would save anything, the moment either fits or never will.
-            room = np.where(
-                count > 0,
-                remaining / np.where(count > 0, count, 1.0),
-                np.where(remaining >= 0, np.inf, -np.inf),
-            )
+            room = divide_room(remaining, count)
             least = np.minimum(least, room.min(axis=0, initial=np.inf))
         return least
 
