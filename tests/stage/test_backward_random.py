@@ -49,12 +49,14 @@ class InBackward(nn.Module):
         return DrawingBackward.apply(x + 0 * torch.rand(1), self.functions[0])
 
 
+@pytest.mark.parametrize("places", [(0, 2), (2,), (0,)], ids=str)
 @pytest.mark.parametrize("function", [lambda: torch.rand(3), python_number], ids=["torch", "host"])
-def test_a_backward_draws_from_the_streams_of_its_layers(function):
+def test_a_backward_draws_from_the_streams_of_its_layers(function, places):
     """Of each layer of its own, whatever the order of the micro-batches; generators of the caller
     stay as they were.
     """
-    draws, parts = draws_of(InBackward(function), nn.Identity(), InBackward(function))
+    layers = [InBackward(function) if place in places else Quiet() for place in range(3)]
+    draws, parts = draws_of(*layers)
     for step in range(5):
         batch = batch_of(step)
         leaves = [torch.ones(3, requires_grad=True) for _ in range(2)]
@@ -66,14 +68,33 @@ def test_a_backward_draws_from_the_streams_of_its_layers(function):
         for number in (1, 0):
             with draws.backward(Place(batch, number)):
                 outputs[number].sum().backward()
-            factors = []
-            for index in (0, 2):
+            expected = torch.ones(3)
+            for index in places:
                 components = (step, index, number, 2)
                 host_number(int, *components)
-                factors.append(seeded(function, *components))
+                expected = expected * seeded(function, *components)
             random.setstate(states[1])
-            torch.testing.assert_close(leaves[number].grad, torch.ones(3) * factors[0] * factors[1])
+            torch.testing.assert_close(leaves[number].grad, expected)
         assert torch.equal(torch.get_rng_state(), states[0])
+
+
+@pytest.mark.parametrize("function", [lambda: torch.rand(3), python_number], ids=["torch", "host"])
+def test_a_layer_that_has_drawn_in_one_backward_is_seeded_in_all_later_ones(function):
+    """It may draw in some of them alone; that of batch 3 is not observed."""
+    draws_now = [True]
+    layer = InBackward(lambda: function() if draws_now[0] else 1.0)
+    draws, parts = draws_of(layer)
+    for step, draws_now[0] in enumerate([True, False, True]):
+        batch = batch_of(step, count=1)
+        leaf = torch.ones(3, requires_grad=True)
+        output = forward(draws, parts, batch, 0, leaf)
+        with draws.backward(Place(batch, 0)):
+            output.sum().backward()
+    before = random.getstate()
+    host_number(int, 2, 0, 0, 2)
+    expected = torch.ones(3) * seeded(function, 2, 0, 0, 2)
+    random.setstate(before)
+    torch.testing.assert_close(leaf.grad, expected)
 
 
 class Forked(nn.Module):
@@ -194,6 +215,12 @@ def test_all_backwards_of_the_batch_are_watched_in_which_a_layer_first_draws():
         with draws.backward(Place(batch, number)):
             pass
     assert not draws.watches_backward
+    batch = batch_of(4, count=3)
+    for number in range(3):
+        forward(draws, parts, batch, number, torch.ones(3))
+    with draws.backward(Place(batch, 0)):
+        pass
+    assert not draws.watches_backward, "one of batch 4, as of layers that are known to draw"
 
 
 class Sometimes(nn.Module):

@@ -331,6 +331,21 @@ def test_the_fast_path_builds_a_graph_in_mixed_precision_if_requested(mixed, out
     assert dtypes == [torch.bfloat16 if mixed else torch.float32] * 7
 
 
+def test_the_fast_path_moves_inputs_to_the_device_of_the_stage():
+    """Those of a batch are views of one copy; what arrives is a leaf on the device."""
+    meta = torch.device("meta")
+    layers = SimpleNamespace(device=meta, run=lambda batch, number, value, state: value * 2)
+    path = FastPath(SimpleNamespace(layers=layers, mixed=False, loss=None, reach=None), None)
+    batch = make_batch(torch.ones(5, 4), torch.ones(5, 3), 2, step=0, training=True)
+    for number, count in enumerate((3, 2)):
+        _, output = path.forward(batch, number, None, 8)
+        assert (output.tensors[0].device, output.tensors[0].shape) == (meta, (count, 4))
+    assert list(batch.device_batches) == [meta]
+    saved, output = path.forward(batch, 0, Payload("", (torch.ones(3, 4),), (True,)), 8)
+    assert output.tensors[0].device == saved.leaf.device == meta
+    assert saved.leaf.requires_grad
+
+
 class Detached(nn.Module):
     """A layer whose output has no graph."""
 

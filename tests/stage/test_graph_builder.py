@@ -135,6 +135,21 @@ def test_the_last_stage_reports_a_loss_with_all_side_losses():
     assert log[1][1] == "0/y"
 
 
+def test_layers_and_checks_get_what_belongs_to_the_micro_batch():
+    """The layers its number and the state of the slices before; the checks the model's output."""
+    log, calls = Log(), []
+    builder, layers = builder_of(None, loss=losses_of(lambda y: y.sum(), log=log), log=log)
+    layers.run = lambda *args: calls.append(args) or 2 * args[2]
+    batch, state = batch_of(), slice_state(log)
+    graph = builder.build(batch, 1, Payload.of(torch.ones(2)), state)
+    ((seen, number, value, seen_state),) = calls
+    assert (seen, number, value.tolist(), seen_state) == (batch, 1, [1.0, 1.0], state)
+    checked = {entry[0]: entry[1:] for entry in log}
+    form, output = checked["output"]
+    assert (form, output.tolist()) == ("0/y", [2.0, 2.0])
+    assert checked["loss"] == (batch, graph.loss, output)
+
+
 @pytest.mark.parametrize("loss", [None, torch.tensor(3.0)], ids=["no targets", "constant"])
 def test_a_loss_without_a_graph_begins_no_backward(loss):
     """An evaluation without targets has none; a constant has no gradient."""
@@ -153,6 +168,8 @@ def test_an_evaluation_begins_no_backward_at_side_losses_and_checks_no_reach():
     graph = build(builder, torch.ones(2, requires_grad=True), training=False, log=log)
     assert graph.loss_roots == []
     assert [entry[0] for entry in log] == ["unchanged"]
+    assert builder.in_place.known(training=False)
+    assert not builder.in_place.known(training=True), "layers may do other things in training"
 
 
 def test_layers_that_change_their_input_get_a_copy():

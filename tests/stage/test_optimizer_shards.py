@@ -251,3 +251,33 @@ def test_of_equal_parameters_stages_begin_with_different_replicas(stage):
     replicas, _ = shards_of([2], 2, sgd_of, stage=stage)
     owned = [shards.is_updated_here(parameters[0]) for shards, _, parameters in replicas]
     assert owned == [stage == 0, stage == 1]
+
+
+def test_updates_of_more_parameters_are_another_message():
+    """Links know the form of a message by its name; after a thaw a rank sends more."""
+    ((shards, update, parameters), _), _ = shards_of([1, 1, 1], 2, sgd_of, frozen=[0])
+    names = []
+    shards._messages = SimpleNamespace(
+        ranks=(2, 3),
+        position=0,
+        send=lambda number, parts, name: names.append(name),
+        receive=lambda number, name: names.append(name) or {},
+    )
+    for thawed in (False, True):
+        parameters[0].requires_grad_(requires_grad=thawed)
+        update.refresh()
+        shards.send_updates()
+        shards.receive_updates()
+    assert names[0] == names[1] != names[2] == names[3]
+
+
+class Coupled(torch.optim.SGD):
+    """An optimizer of a user, which may update parameters together."""
+
+
+def test_an_optimizer_that_is_not_one_of_torch_is_refused():
+    """The message names the stage and the class; without an optimizer nothing is refused."""
+    name = rf"^zero=1 divides the parameters of stage 5 .* {__name__}\.Coupled may compute an"
+    with pytest.raises(SettingError, match=name):
+        shards_of([1, 1], 2, lambda parameters: Coupled(parameters, lr=0.1), stage=5)
+    shards_of([1, 1], 2, None, stage=5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,9 +16,11 @@ from penstock.batches.batch import make_batch
 from penstock.errors import RunError, SettingError
 from penstock.optim.update import Update
 from penstock.schedule.slicing import Slicing
+from penstock.stage import replica_check
 from penstock.stage.replica_check import HookedStage, ReplicatedStage, stage_class
 from penstock.stage.stage import Stage, StageLayer
 from penstock.stage.stage_layers import StageLayers
+from penstock.transport.payload import Payload
 
 
 def clipped():
@@ -325,3 +328,44 @@ def test_state_that_is_read_for_the_next_slice_alone_is_refused_in_copies():
     batch = make_batch(x, x, 2, step=0, training=True, slicing=slicing)
     with pytest.raises(SettingError, match=r"buffer 0\.count is changed by a forward and read by"):
         stage.forward(batch, 0, None)
+
+
+def test_a_stage_with_hooks_passes_on_the_gradients_of_its_inputs():
+    """Checks of its weights change nothing of them, in a whole backward or in two parts."""
+    layer = clipped_afterwards()
+    layers, schedule = [StageLayer(1, "1", layer)], ps.schedule("1f1b", 2, 4)
+    runner = StageLayers(layers, torch.device("cpu"), 0)
+    update = Update.make(list(layer.parameters()), None)
+    stage = stage_class(layers, schedule, 1)(1, runner, update)
+    assert type(stage) is HookedStage
+    x, arrived = torch.randn(2, 4), Payload.flat([torch.ones(2, 4)])
+    for split in (False, True):
+        batch = make_batch(x, x, 1, step=split, training=True)
+        stage.forward(batch, 0, Payload("", (x.clone(),), (True,)))
+        method = stage.input_grad if split else stage.backward
+        grads = method(batch, 0, arrived)
+        torch.testing.assert_close(grads.leaves[0], torch.ones(2, 4) @ layer.weight.detach())
+
+
+@pytest.mark.parametrize("cuts_tokens", [False, True])
+@pytest.mark.parametrize("options", [None, {"backend": "one"}])
+def test_copies_are_observed_as_far_as_their_layers_permit(monkeypatch, cuts_tokens, options):
+    """A slice cannot be run again without the state before it, nor compiled code be followed."""
+    calls = []
+
+    def observe(state, run, rerun, *, follow):
+        calls.append((rerun is None, follow))
+        return SimpleNamespace(findings=(), changed=frozenset(), output=run())
+
+    monkeypatch.setattr(replica_check, "observe", observe)
+    monkeypatch.setattr(torch, "compile", lambda module, **options: module)
+    layers = [StageLayer(0, "0", Passing() if cuts_tokens else nn.Linear(4, 4))]
+    parameters = list(layers[0].module.parameters())
+    runner = StageLayers(layers, torch.device("cpu"), 0, compile=options)
+    schedule = ps.schedule("1f1b", 2, 4, replicas=[1, 2])
+    stage = stage_class(layers, schedule, 1)(1, runner, Update.make(parameters, None))
+    x = torch.randn(2, 8, 4)
+    slicing = Slicing("tokens", ((0.5, 0.5),) * 2) if cuts_tokens else None
+    batch = make_batch(x, x, 2, step=0, training=True, slicing=slicing)
+    stage.forward(batch, 0, None)
+    assert calls == [(cuts_tokens, options is None)]

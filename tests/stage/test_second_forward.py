@@ -100,6 +100,23 @@ def test_a_second_forward_has_the_state_of_the_first_and_leaves_the_newest(buffe
     assert not first.buffers
 
 
+def test_buffers_of_modules_beside_the_layers_are_those_of_the_first_forward_too():
+    """Such as of an entry; a module that two layers share has its buffers once."""
+    shared, entry = Stateful(attribute=False), Stateful(attribute=False)
+    layers = [nn.Sequential(shared), nn.Sequential(shared, nn.Tanh())]
+    second_forwards = SecondForwards(layers, [entry], "stage 0, layers 0 to 1")
+    first = second_forwards.first()
+    before = [shared.state(), entry.state()]
+    for layer in (shared, shared, entry):
+        layer.step()
+    newest = [shared.state(), entry.state()]
+    with second_forwards.seeing(first):
+        assert [shared.state(), entry.state()] == before
+        for layer in (shared, entry):
+            layer.step()
+    assert [shared.state(), entry.state()] == newest
+
+
 def test_layers_of_torch_alone_have_no_state_and_are_recomputed_all_the_same():
     """Hooks on them may ask whether they are."""
     second_forwards = SecondForwards([nn.Tanh()], [], "stage 0, layer 0")

@@ -439,3 +439,7 @@ def test_layers_of_a_copy_share_what_the_users_layers_share(balance):
         assert modules[0].weight is modules[2].weight
         assert (modules[0].weight is layers[0].weight) == (rank == 0)
         assert modules[1].weight is not modules[0].weight
+        stages = assembly.interpreters[rank].stages
+        updated = [p for index in stages for p in stages[index].update.parameters]
+        is_updated = any(parameter is modules[0].weight for parameter in updated)
+        assert is_updated == (rank == 0 or len(balance) == 1), "by the first stage at its home"

@@ -166,6 +166,14 @@ def test_a_scaled_loss_is_reported_as_it_is():
     torch.testing.assert_close(other.weight.grad, 4 * one.weight.grad)
 
 
+class Drawing(nn.Module):
+    """A layer of the user that draws random numbers."""
+
+    def forward(self, value):
+        """Add them."""
+        return value + torch.rand_like(value)
+
+
 class Past(nn.Module):
     """A layer that passes on the sum of the values so far."""
 
@@ -181,7 +189,7 @@ class Past(nn.Module):
 
 def layers_of(*modules, **options):
     """Return layers 3, 4 and so on of a chain, with the names a, b and so on."""
-    entries = [StageLayer(3 + n, "abcdefgh"[n], module) for n, module in enumerate(modules)]
+    entries = [StageLayer(3 + n, "abcdefghi"[n], module) for n, module in enumerate(modules)]
     return StageLayers(entries, CPU, 0, **options)
 
 
@@ -297,13 +305,14 @@ def test_neighbours_are_compiled_as_one_function_unless_they_draw_or_pass_on_sta
         nn.Linear(2, 2),
         nn.Sigmoid(),
         nn.Tanh(),
+        Drawing(),
     ]
     stage_layers = layers_of(*modules, compile={"backend": "one"}, recomputed=recomputed)
     parts = [(part.index, part.name, part.slice_state) for part in stage_layers._parts]
     if recomputed:
-        assert [name for _, name, _ in parts] == list("abcdefgh")
+        assert [name for _, name, _ in parts] == list("abcdefghi")
         assert compiled == modules
-        assert [index for index, *_ in parts] == [*range(3, 11)]
+        assert [index for index, *_ in parts] == [*range(3, 12)]
     else:
         assert parts == [
             (3, "a + b", False),
@@ -311,10 +320,12 @@ def test_neighbours_are_compiled_as_one_function_unless_they_draw_or_pass_on_sta
             (6, "d", False),
             (7, "e", True),
             (8, "f + g + h", False),
+            (11, "i", False),
         ]
         assert [*compiled[0]] == modules[:2]
         assert compiled[1:4] == modules[2:5]
-        assert [*compiled[4]] == modules[5:]
+        assert [*compiled[4]] == modules[5:8]
+        assert compiled[5] is modules[8]
         assert stage_layers.draws._joined == {3: "a + b", 8: "f + g + h"}
     count = len(compiled)
     assert resets == []
@@ -322,6 +333,15 @@ def test_neighbours_are_compiled_as_one_function_unless_they_draw_or_pass_on_sta
     assert (len(compiled), resets) == (2 * count, [1])
     layers_of(*modules).renew()
     assert resets == [1]
+
+
+@pytest.mark.parametrize("options", [None, {"backend": "one"}])
+def test_no_backward_of_compiled_layers_is_observed(monkeypatch, options):
+    """Dispatch modes must not be entered around compiled code."""
+    monkeypatch.setattr(torch, "compile", lambda module, **options: module)
+    stage_layers = layers_of(Past(), compile=options)
+    stage_layers.run(batch_of(), 0, torch.ones(2), SliceState())
+    assert stage_layers.draws.watches_backward is (options is None)
 
 
 @pytest.mark.parametrize("fails", [False, True])

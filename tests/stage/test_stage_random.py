@@ -147,10 +147,10 @@ def test_layers_without_a_proof_are_observed_again_when_a_number_in_them_changes
     """It may be the rate of a dropout, raised from 0."""
     module = Rare()
     draws, _ = draws_of(nn.Linear(3, 3), module)
-    first, third = [True] * 3, [False] * 3
-    assert [observed(draws, 9, training=False) for _ in range(3)][::2] == [first, third]
+    expected = [[True] * 3, [True, False, False], [False] * 3]
+    assert [observed(draws, 9, training=False) for _ in range(3)] == expected
     module.rate = 0.25
-    assert observed(draws, 9, training=False) == first
+    assert [observed(draws, 9, training=False) for _ in range(3)] == expected
 
 
 def test_a_forward_is_planned_before_its_input_is_there_unless_it_is_observed():
@@ -244,6 +244,19 @@ def test_draws_in_an_evaluation_leave_those_of_training_seeded(kind, seeds):
     run(1, torch.zeros(3))
     expected = torch.zeros(3) + seeds(kind.draw, 2, 0, 0)
     assert torch.equal(run(2, drawing), expected)
+
+
+@pytest.mark.parametrize("kind", [Drawing, DrawingOnHost])
+def test_a_layer_that_draws_in_evaluation_alone_needs_no_generators_in_training(kind):
+    """Batch 3 is not observed, and nothing says that it may draw."""
+    draws, (part,) = draws_of(Quiet())
+    for training in (True, False, True):
+        batch = batch_of(training=training, count=1)
+        value = torch.zeros(3) if training else torch.zeros(3).as_subclass(kind)
+        draws.begin(batch)
+        with draws.running():
+            draws.call(part, Place(batch, 0), part.module, value)
+    assert not draws.begin(batch_of(2, count=1))
 
 
 def test_layers_that_are_compiled_as_one_function_must_not_begin_to_draw():

@@ -301,3 +301,51 @@ def test_a_state_with_other_names_is_described_in_both_directions():
     state["2.bias"] = state.pop("1.bias")
     with pytest.raises(SettingError, match=r"it has no '1\.bias'; the model has no '2\.bias'"):
         pipe.load_state_dict(state)
+
+
+class Scratch(nn.Linear):
+    """A layer with a buffer that is no part of the state."""
+
+    def __init__(self):
+        super().__init__(4, 4)
+        self.register_buffer("scratch", torch.zeros(4), persistent=False)
+
+
+def test_a_buffer_that_is_no_part_of_the_state_is_unexpected_in_one():
+    """As in torch: it would not be loaded."""
+    model = nn.Sequential(Scratch(), nn.Linear(4, 4))
+    pipe = ps.Pipeline(
+        model, loss=nn.functional.mse_loss, balance=[1, 1], executor="threads", device="cpu"
+    )
+    values = {**pipe.state_dict(), "0.scratch": torch.ones(4)}
+    assert model.load_state_dict(values, strict=False).unexpected_keys == ["0.scratch"]
+    assert pipe.load_state_dict(values, strict=False).unexpected_keys == ["0.scratch"]
+    with pytest.raises(SettingError, match=r"the model has no '0\.scratch'"):
+        pipe.load_state_dict(values)
+
+
+@pytest.mark.parametrize("gather", [collect, collect_grads])
+def test_every_rank_knows_the_forms_of_the_tensors_that_are_sent(gather):
+    """A receiver makes its memory from them, before anything has arrived."""
+    layers = [nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2, dtype=torch.float64)]
+    pipe = ps.Pipeline(
+        layers, loss=nn.functional.mse_loss, balance=[2, 1], executor="threads", device="cpu"
+    )
+    sent = []
+
+    class World:
+        """The ranks of this process; what they send arrives nowhere."""
+
+        local_ranks = pipe._world.local_ranks
+
+        def gather(self, local, forms):
+            """Note what is sent, and how it is announced."""
+            sent.append((local, forms))
+            return {}
+
+    assert gather(World(), pipe._assembly.placed) == {}
+    ((local, forms),) = sent
+    assert list(map(len, local.values())) == ([7, 2] if gather is collect else [4, 2])
+    for rank, tensors in local.items():
+        announced = [(form.shape, form.torch_dtype) for form in forms[rank]]
+        assert announced == [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]

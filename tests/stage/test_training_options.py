@@ -319,3 +319,16 @@ def test_a_missing_compiler_is_reported_before_the_first_batch(
         return
     with pytest.raises(SettingError, match=r"there is no compiler 'c\+\+17' here"):
         options.check_compiler(torch.device(device))
+
+
+@pytest.mark.parametrize("installed", ["g++", "clang++", "c++"])
+def test_the_compiler_is_g_plus_plus_unless_it_is_named(installed, monkeypatch):
+    """As for torch."""
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(shutil, "which", lambda name: name if name == installed else None)
+    options = TrainingOptions(compile=True)
+    if installed != "c++":
+        options.check_compiler(torch.device("cpu"))
+        return
+    with pytest.raises(SettingError, match=r"there is no compiler 'g\+\+' here"):
+        options.check_compiler(torch.device("cpu"))

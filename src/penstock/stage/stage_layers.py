@@ -210,12 +210,8 @@ class StageLayers:
             return method(part, place, run, value)
 
         with draws.running():
-            if self.recomputed and torch.is_grad_enabled():
-                value = self._recomputing.run(value, call)
-                forward = False  # calls from now on come from the backward
-                return value
-            for part in self._parts:
-                value = call(part, value)
+            value = self._recomputing.run(value, call)
+            forward = False  # calls from now on come from the backward
             return value
 
     def _compile_parts(self, parts: Sequence[_Part], options: Mapping[str, Any]) -> Iterator[_Part]:

@@ -158,9 +158,9 @@ class StageDraws:
         # Of all backwards: whether any ran random ops, and whether any changed the states of the
         # generators.
         self._backward_draws = self._backward_changes_states = False
-        # Of the present backward: the part that it has reached (-1 before the first; None where
-        # hooks must not seed: in a W, and outside of a backward), whether the states of the
-        # generators changed, and these states when they were last seeded.
+        # Of the present backward: the part that it has reached (-1 before the first; None outside
+        # of a backward, where hooks must not seed), whether the states of the generators changed,
+        # and these states when they were last seeded.
         self._part_in_backward: int | None = None
         self._states_changed = False
         self._seeded_states: tuple[list[Tensor], Any] | None = None
@@ -318,7 +318,7 @@ class StageDraws:
             randomness.draws_host[training] = True
             randomness.may_draw |= training
         backward_may_draw = self._backwards_to_observe or self._backward_changes_states
-        if training and backward_may_draw and torch.is_grad_enabled():
+        if training and backward_may_draw:
             self._seed_at_backward(part, place, value, output)
         return output
 
@@ -414,7 +414,7 @@ class StageDraws:
             if host:
                 self._states_changed = False
                 self._seed_backward(seed)
-                self._part_in_backward = None if weights_only else -1
+                self._part_in_backward = -1
             detector = RandomOpDetector()
             try:
                 with detector if observing else nullcontext(), running_backward(self._device):

@@ -106,7 +106,7 @@ def load(placed: Placed, tensors: Mapping[str, Tensor], *, strict: bool = True) 
     missing = [
         name for name in names if name not in tensors and traced.first_name(name) not in tensors
     ]
-    accepted = {*names, *traced.aliases}
+    accepted = set(names)
     unexpected = [name for name in tensors if name not in accepted]
     if strict and (missing or unexpected):
         mismatch = _describe_mismatch(missing, unexpected)

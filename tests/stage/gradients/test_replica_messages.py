@@ -75,7 +75,7 @@ def test_what_one_sends_all_others_receive(replicas):
 
 def test_an_exchange_gives_each_replica_its_row_and_keeps_the_own_one(replicas):
     """Received in the order of the ranks; receives are posted before anything is sent."""
-    members, _ = replicas
+    members, waits = replicas
     rows_of = {
         messages.rank: [[torch.tensor(10 * messages.rank + target)] for target in RANKS]
         for messages in members
@@ -94,6 +94,15 @@ def test_an_exchange_gives_each_replica_its_row_and_keeps_the_own_one(replicas):
     for messages in members[:2]:
         (row,) = [messages.receive_row(6, UpdateMessage.GRADIENTS, "form")]
         assert int(row[0]) == 60 + messages.rank
+    # Errors of a wait name the rank that is awaited.
+    assert waits == [(6, 1), (6, 4), (1, 6), (4, 6)]
+    for rank in RANKS[:2]:
+        members[RANKS.index(rank)].send_row(6, UpdateMessage.SUMS, [torch.ones(1)])
+    Watched.signatures.clear()
+    last.exchange(UpdateMessage.SUMS, rows_of[6])
+    assert {signature for _, _, signature in Watched.signatures} == {UpdateMessage.SUMS.name}
+    members[0].receive_row(6, UpdateMessage.SUMS)
+    assert Watched.signatures[-1] == ("post", 6, UpdateMessage.SUMS.name)
     with pytest.raises(ValueError, match="shorter"):
         last.exchange(UpdateMessage.GRADIENTS, rows_of[6][:2], "form")
 

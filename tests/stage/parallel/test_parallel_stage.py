@@ -341,3 +341,9 @@ def test_layers_are_shared_over_the_dimensions_of_the_mesh_alone(by_fsdp, mesh):
         assert str(error.value).startswith(
             f"parallelize= shares weight1 of stage 4 over the dimensions {words}: fully_shard"
         )
+
+
+def test_layers_over_another_dimension_are_refused_when_the_stage_is_made():
+    """Not in the middle of the first batch."""
+    with pytest.raises(SettingError, match="shares weight0 of stage 4 over the dimensions 'pp'"):
+        ParallelStage(4, [layer(on_mesh("pp"))], ScriptedMesh({}))
