@@ -230,6 +230,19 @@ def test_with_zero_a_replica_gets_the_sums_of_what_it_updates(count, frozen):
         assert owners == [1] * trained
 
 
+@pytest.mark.parametrize("count", [2, 3])
+def test_with_zero_a_parameter_that_no_replica_has_a_gradient_of_stays_without_one(count):
+    """Zeros in its place would be stepped by momentum; one replica with a gradient is enough."""
+    modules = [Weights() for _ in range(count)]
+    groups = groups_of(modules, optimizer=sgd, zero=1)
+    for group in groups:
+        group.begin()
+    modules[-1].weights[1].grad = torch.tensor(3.0)
+    all_reduce(groups, updates=True)
+    grads = [weight.grad for module in modules for weight in module.weights]
+    assert [grad.item() for grad in grads if grad is not None] == [3.0]
+
+
 def test_with_zero_sparse_gradients_are_summed_on_all_replicas():
     """Their rows have no fixed form, by which sums could be divided."""
     modules = [Table() for _ in range(2)]

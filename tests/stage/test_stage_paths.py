@@ -15,6 +15,7 @@ from torch.nn import functional
 from penstock.batches.batch import make_batch
 from penstock.errors import RunError
 from penstock.losses.stage_loss import LossOptions
+from penstock.modules.recomputing import is_checkpointing
 from penstock.modules.side_loss import collecting_side_losses, side_loss
 from penstock.optim.update import Update
 from penstock.schedule.recompute import Recompute
@@ -169,10 +170,16 @@ def test_outputs_without_a_gradient_begin_no_backward(used, recompute, split):
     ],
 )
 def test_micro_batches_are_repeated_as_their_policy_says(recompute, repeated):
-    """Each once, just before its backward; an evaluation repeats none."""
-    calls = []
+    """Each once, just before its backward, as layers may ask; an evaluation repeats none."""
+    calls, announced = [], []
+
+    def note(_, inputs):
+        calls.append(int(inputs[0][0, 0]))
+        if is_checkpointing():
+            announced.append(calls[-1])
+
     module = nn.Linear(4, 4)
-    module.register_forward_pre_hook(lambda _, inputs: calls.append(int(inputs[0][0, 0])))
+    module.register_forward_pre_hook(note)
     (stage, _), _ = make_stages([module, nn.Tanh()], recompute=recompute)
     x = torch.arange(3.0).repeat_interleave(2)[:, None].expand(6, 4).contiguous()
     for step in range(2):
@@ -185,8 +192,10 @@ def test_micro_batches_are_repeated_as_their_policy_says(recompute, repeated):
             stage.backward(batch, m, Payload.flat([torch.ones(2, 4)]))
         assert calls == repeated
         calls.clear()
+    assert announced == 2 * repeated
     stage.forward(make_batch(x, x, 3, step=3, training=False), 0, None)
     assert calls == [0]
+    assert announced == 2 * repeated
 
 
 def test_a_recomputed_micro_batch_has_only_its_input_to_evict():

@@ -349,3 +349,32 @@ def test_every_rank_knows_the_forms_of_the_tensors_that_are_sent(gather):
     for rank, tensors in local.items():
         announced = [(form.shape, form.torch_dtype) for form in forms[rank]]
         assert announced == [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
+
+
+class Twice(nn.Module):
+    """A model that calls one layer twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+    def forward(self, x):
+        """Call it before and after the other one."""
+        return self.inner(self.norm(self.inner(x)))
+
+
+def test_a_name_of_several_layers_of_a_traced_model_is_missing_once():
+    """As in torch's own result."""
+    model = Twice()
+    chain = ps.chain(model, torch.randn(4, 4))
+    pipe = ps.Pipeline(
+        chain,
+        loss=nn.functional.mse_loss,
+        balance=[len(chain)],
+        schedule="gpipe",
+        micro_batches=1,
+        executor="threads",
+        device="cpu",
+    )
+    missing = pipe.load_state_dict({}, strict=False).missing_keys
+    assert sorted(missing) == sorted(model.state_dict())
