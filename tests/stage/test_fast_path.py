@@ -334,7 +334,13 @@ def test_the_fast_path_builds_a_graph_in_mixed_precision_if_requested(mixed, out
 def test_the_fast_path_moves_inputs_to_the_device_of_the_stage():
     """Those of a batch are views of one copy; what arrives is a leaf on the device."""
     meta = torch.device("meta")
-    layers = SimpleNamespace(device=meta, run=lambda batch, number, value, state: value * 2)
+    numbers = []
+
+    def run(batch, number, value, state):
+        numbers.append(number)
+        return value * 2
+
+    layers = SimpleNamespace(device=meta, run=run)
     path = FastPath(SimpleNamespace(layers=layers, mixed=False, loss=None, reach=None), None)
     batch = make_batch(torch.ones(5, 4), torch.ones(5, 3), 2, step=0, training=True)
     for number, count in enumerate((3, 2)):
@@ -343,6 +349,7 @@ def test_the_fast_path_moves_inputs_to_the_device_of_the_stage():
     assert list(batch.device_batches) == [meta]
     saved, output = path.forward(batch, 0, Payload("", (torch.ones(3, 4),), (True,)), 8)
     assert output.tensors[0].device == saved.leaf.device == meta
+    assert numbers == [0, 1, 0], "layers draw the random numbers of the micro-batch"
     assert saved.leaf.requires_grad
 
 

@@ -83,7 +83,11 @@ def test_only_stages_whose_layers_may_draw_need_the_generators(modules, training
             batch = batch_of(step, count=2)
             assert draws.begin(batch) is training, number
             assert draws.needed is training
-        assert draws.begin(batch_of(step, training=False)) is evaluation
+        for prepared in (False, True):
+            batch = batch_of(step, training=False)
+            if prepared:
+                draws.prepare(batch)
+            assert draws.begin(batch) is evaluation
         assert not draws.watches_backward
 
 

@@ -216,6 +216,10 @@ def test_options_that_make_sense_are_taken(options):
             "clip_grad_norm and on_nonfinite: pipedream is asynchronous",
         ),
         ({"zero": 1, "schedule": "pipedream"}, "zero: pipedream is asynchronous"),
+        ({"clip_grad_value": 1.0, "schedule": "pipedream"}, "clip_grad_value: pipedream is"),
+        ({"scaler": True, "schedule": "pipedream"}, "scaler: pipedream is asynchronous"),
+        ({"gradient_hook": "bf16", "schedule": "pipedream"}, "gradient_hook: pipedream is"),
+        ({"parallelize": len, "schedule": "pipedream"}, "parallelize: pipedream is asynchronous"),
         ({"deferred_batch_norm": True, "schedule": "pipedream"}, "deferred_batch_norm: pipedream"),
         (
             {"steps": False, "parameter_groups": len},
