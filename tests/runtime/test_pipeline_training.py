@@ -275,16 +275,24 @@ def test_a_stream_that_has_failed_goes_on_from_loaded_weights():
 
 
 @pytest.mark.parametrize(
-    "schedule", ["pipedream", "hetpipe", ps.schedule("terapipe", 2, 2, slices=3)], ids=str
+    ("schedule", "parts"),
+    [("pipedream", 1), ("hetpipe", 1), (ps.schedule("terapipe", 2, 2, slices=3), 6)],
+    ids=["stream", "waves", "slices"],
 )
-def test_every_kind_of_schedule_evaluates_whole_batches(schedule):
-    """In a stream a batch is one of many, and slices of a sequence are joined again."""
+def test_every_kind_of_schedule_evaluates_whole_batches(schedule, parts):
+    """In a stream a batch is one of many. A sequence is run in slices, which are joined again."""
     model = plain_layers()
-    micro_batches = None if isinstance(schedule, ps.Schedule) else 1
+    micro_batches = 1 if parts == 1 else None
     pipe = threads(plain_layers(), [2, 1], schedule=schedule, micro_batches=micro_batches)
+
+    def forwards():
+        return sum(event.op.stage == 0 for event in pipe.timeline().compute)
+
     for samples in (4, 3):
         x, y = torch.randn(samples, 6, 4).double(), torch.randn(samples, 6, 2).double()
         expected = model(x).detach()
         torch.testing.assert_close(pipe.forward(x), expected)
+        assert forwards() == parts
         loss = nn.functional.mse_loss(expected, y).float()
         torch.testing.assert_close(pipe.eval_batch(x, y), loss)
+        assert forwards() == parts
