@@ -91,3 +91,18 @@ def test_signals_that_were_ignored_or_left_to_the_system_are_so_again(earlier, h
         signal.raise_signal(signal.SIGUSR1)
         assert signals.save
     assert {signal.getsignal(number) for number in SIGNALS} == {handler}
+
+
+def test_a_handler_that_python_cannot_restore_stays(earlier, monkeypatch):
+    """It is None to Python, which cannot install it again."""
+    handlers, received = earlier
+    getsignal = signal.getsignal
+    monkeypatch.setattr(
+        signal, "getsignal", lambda n: None if n == signal.SIGTERM else getsignal(n)
+    )
+    with StopSignals() as signals:
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGUSR1)
+        assert (signals.end, signals.save) == (False, True)
+    assert received == [signal.SIGTERM]
+    assert getsignal(signal.SIGUSR1) == handlers[signal.SIGUSR1]

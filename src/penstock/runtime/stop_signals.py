@@ -15,7 +15,8 @@ _Handler = Callable[[int, FrameType | None], Any] | int | signal.Handlers | None
 class StopSignals:
     """Notes signals instead of ending the process, within a `with` block.
 
-    Outside of the main thread, where Python installs no handlers, nothing is noted.
+    Outside of the main thread, where Python installs no handlers, nothing is noted. A handler that
+    was not installed from Python stays, since Python could not restore it.
 
     Attributes:
         end: whether SIGTERM has arrived.
@@ -30,7 +31,8 @@ class StopSignals:
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGUSR1):
-                self._previous[number] = signal.signal(number, self._note)
+                if signal.getsignal(number) is not None:
+                    self._previous[number] = signal.signal(number, self._note)
         return self
 
     def __exit__(self, *details: object) -> None:
