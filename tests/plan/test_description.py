@@ -9,6 +9,8 @@ from penstock.plan.description import slowdown
 from penstock.plan.prediction import Candidate, Prediction, Traffic
 from penstock.schedule.catalogue import schedule
 from penstock.schedule.op import Schedule
+from penstock.schedule.streaming.streams import Stream
+from penstock.verify.verify import verify
 
 
 def test_a_plan_prints_its_cuts_its_prediction_and_the_limits_of_other_candidates():
@@ -92,6 +94,21 @@ def test_an_asynchronous_plan_prints_staleness_and_asynchronous_candidates():
     )
 
 
+def test_staleness_and_versions_are_those_of_the_stage_that_has_most():
+    """Stage 1 computes the gradients of its weights a batch later, stage 0 at once."""
+    ops = [f"1I{n} 1W{n - 1} 1U{n} 1F{n + 1}" for n in range(1, 5)]
+    rows = [
+        " ".join(f"0F{n} 0B{n} 0U{n + 1}" for n in range(6)),
+        f"1F0 1I0 1F1 {' '.join(ops)} 1I5 1W4 1U5 1W5 1U6",
+    ]
+    late = replace(
+        Schedule.parse("\n".join(rows), "late", synchronous=False), stream=Stream(6, "stash")
+    )
+    verify(late)
+    line = lines_with(stream_plan(late), "staleness")[0]
+    assert line.endswith("weights stash, staleness at most 1, up to 2 versions")
+
+
 @pytest.mark.parametrize(
     ("weights", "end"),
     [
@@ -152,16 +169,20 @@ def test_ranks_and_peaks_of_a_stage_are_shortened_where_there_are_many(replicas,
 
 
 @pytest.mark.parametrize(
-    ("plan_schedule", "words"),
+    ("plan_schedule", "ranks", "stages"),
     [
-        (schedule("1f1b", 2, 4), "2 stages, batch"),
-        (schedule("1f1b", 2, 4, replicas=2), "2 stages with 2 replicas, batch"),
-        (schedule("1f1b", 2, 4, replicas=(2, 1)), "2 stages with 2, 1 replicas, batch"),
+        (schedule("1f1b", 2, 4), 2, "2 stages"),
+        (schedule("1f1b", 2, 4, replicas=2), 4, "2 stages with 2 replicas"),
+        (schedule("1f1b", 2, 4, replicas=(2, 1)), 3, "2 stages with 2, 1 replicas"),
+        (schedule("1f1b", 2, 4, replicas=(1, 2)), 3, "2 stages with 1, 2 replicas"),
     ],
 )
-def test_the_first_line_has_the_replicas_of_the_stages(plan_schedule, words):
+def test_the_first_line_has_the_replicas_of_the_stages(plan_schedule, ranks, stages):
     """One number if all stages have equally many."""
-    assert words in str(plan(plan_schedule)).splitlines()[0]
+    assert str(plan(plan_schedule)).splitlines()[0] == (
+        f"1f1b on {ranks} of 4 ranks of local:2: {stages}, batch 16 in 4 micro-batches, recompute "
+        "never, weights flush"
+    )
 
 
 def test_memory_has_a_row_for_ranks_that_are_alike_and_no_column_of_zeros():
@@ -269,6 +290,8 @@ def test_a_plan_that_is_no_pipeline_names_the_best_pipeline_and_the_reason():
         ),
         "    it is faster",
     ]
+    falling = replace(text, predicted=replace(text.predicted, peak_memory=(4096, 1000)))
+    assert "at most 3.0 KiB on a rank instead of 4.0 KiB" in str(falling)
     several = replace(text, pipeline=replace(pipeline, replicas=(2, 1), micro_batches=1))
     assert "layers with 2,1 replicas, 1 micro-batch: 600" in str(several)
     equal = replace(text, pipeline=replace(pipeline, replicas=2))

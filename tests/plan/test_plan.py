@@ -11,6 +11,7 @@ from penstock.plan.plan import Plan
 from penstock.schedule.catalogue import schedule
 from penstock.schedule.op import Schedule
 from penstock.schedule.slicing import Slicing
+from penstock.store import to_json
 
 
 def saved(tmp_path, data=None, **changes):
@@ -322,3 +323,25 @@ def test_states_that_are_no_number_are_refused():
     """They would make every comparison of memory false."""
     with pytest.raises(PlanError, match="memory limits for 0 ranks and nan optimizer states"):
         replace(plan(), optimizer_states=float("nan")).check()
+
+
+def test_devices_limits_and_peaks_are_those_of_ranks_and_not_of_stages():
+    """Two stages on three ranks, in the files that are read too."""
+    replicated = plan(schedule("1f1b", 2, 4, replicas=(1, 2)))
+    whole = replace(replicated, devices=(3, 0, 2), memory_limits=(5, 6, 7))
+    whole.check()
+    assert Plan.parse(to_json(whole), "x") == whole
+    assert (whole.ranks, whole.stages, whole.layers) == (3, 2, 3)
+    whole.check_fits("abc", 3)
+    with pytest.raises(PlanError, match="it uses 3 ranks, but there are 2: start 3 ranks, or plan"):
+        whole.check_fits("abc", 2)
+    for changes, message in (
+        ({"devices": (3, 0)}, "must be 3 different ones of the cluster's 4"),
+        ({"memory_limits": (5, 6)}, "memory limits for 2 ranks .* with programs for 3 ranks"),
+        (
+            {"predicted": replace(whole.predicted, peak_memory=(1, 2))},
+            "memory is predicted for 2 ranks, the programs are for 3",
+        ),
+    ):
+        with pytest.raises(PlanError, match=message):
+            replace(whole, **changes).check()

@@ -106,7 +106,14 @@ def test_an_op_whose_input_no_rank_runs_is_refused_by_name():
 
 @pytest.mark.parametrize(
     ("text", "producer"),
-    [("0F0 0B0\n1F1", "0F0"), ("0F0\n1F0 1B0", "1B0"), ("0F0\n1F0 1B0\n0B0", "1B0")],
+    [
+        ("0F0 0B0\n1F1", "0F0"),
+        ("0F0\n1F0 1B0", "1B0"),
+        ("0F0\n1F0 1B0\n0B0", "1B0"),
+        # The op before the missing one, and the last of all ranks, are on the same rank.
+        ("0F0 0F1 1F1 0U1 1U1", "0F0"),
+        ("1F0 1B0\n0F0", "1B0"),
+    ],
 )
 def test_a_value_without_a_consumer_on_the_rank_of_its_forward_is_refused(text, producer):
     """No op takes it, or the one that takes it is on another rank than the forward."""
@@ -134,6 +141,23 @@ def test_the_second_op_of_a_pair_waits_for_the_first_if_it_needs_its_value():
     assert by_op(inputs, inputs.first) == {"0B0": "0F0"}
     alone = OpInputs(replace(paired, pairs=frozenset()))
     assert by_op(alone, alone.first) == {}
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        "0F0 0E0 0E0 0L0 0L0 0B0\n0E0 0E0 0L0 0L0",
+        "0F0 0E0 0L0 0B0\n0E0 0L0\n0E0 0L0",
+        "0F0 0E0 0L0 0B0",
+        "0F0 0B0\n0E0 0L0",
+        "0F0 0E0 0L0 0B0\n0E0",
+        "0F0 0F1 0E0 0L0 0B0 0B1\n0E1 0L1",
+    ],
+)
+def test_activations_move_between_two_ranks_once(rows):
+    """Every half without its other half, or with two of them, is a message without an end."""
+    with pytest.raises(ScheduleError, match="custom is not valid"):
+        OpInputs(Schedule.parse(rows))
 
 
 @pytest.mark.parametrize("bound", [8, 10**9])

@@ -9,7 +9,14 @@ from hypothesis import strategies as st
 from penstock.errors import ScheduleError
 from penstock.schedule.catalogue import FAMILIES, schedule
 from penstock.schedule.dependencies import dependencies_of
-from penstock.schedule.lower import Direction, Transfer, last_dependencies, lower, messages
+from penstock.schedule.lower import (
+    Direction,
+    Transfer,
+    last_dependencies,
+    lower,
+    messages,
+    output_message,
+)
 from penstock.schedule.op import Kind, Op, Schedule
 from penstock.schedule.streaming.increments import StreamIncrements
 from penstock.schedule.streaming.period import with_batch_count, with_batches
@@ -138,6 +145,28 @@ def test_no_op_waits_for_an_op_of_a_later_portion(schedule):
     for row, sources in zip(rows, dependencies.predecessors(), strict=True):
         if row in batch_of:
             assert all(batch_of.get(rows[source], 99) <= batch_of[row] for source in sources)
+
+
+@given(streams(), st.integers(0, 3))
+@settings(deadline=None, max_examples=20)
+def test_a_value_is_sent_in_the_portion_that_computes_it(schedule, ahead):
+    """Another rank may need it in the same portion, and would wait until the next batch comes."""
+    increments = StreamIncrements(schedule, ahead=ahead)
+    count = 0
+    for rank in range(schedule.ranks):
+        for batch in range(14):
+            portion = increments.increment(rank, batch)
+            sent = [action.message for action in portion if _is_send(action)]
+            ops = [action for action in portion if isinstance(action, Op)]
+            computed = [output_message(op, schedule.stages) for op in ops]
+            assert sent == [message for message in computed if message in sent]
+            count += len(sent)
+    assert (count > 0) == any(messages(schedule))
+
+
+def _is_send(action):
+    """Whether an action of a program is the send of a message."""
+    return isinstance(action, Transfer) and action.direction is Direction.SEND
 
 
 @given(streams(), st.integers(0, 12))

@@ -212,7 +212,7 @@ def _with_default_updates(actions: list[Action]) -> list[Action]:
     next_op = next(remaining_ops, None)
     for action in actions:
         merged.append(action)
-        if action == next_op and isinstance(action, Op):
+        if isinstance(action, Op):
             next_op = next(remaining_ops, None)
         if next_op is not None and next_op.kind is Kind.U:
             merged.append(next_op)
