@@ -7,7 +7,11 @@ from itertools import accumulate
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.schedule.families.laws import rows_of
+from tests.schedule.families.split_laws import split_timeline
+from tests.schedule.families.test_v_memory import ORDERS, bubble_of
 
+from penstock.schedule.catalogue import schedule
 from penstock.schedule.list_schedule import from_block
 from penstock.schedule.op import Kind, Schedule
 from penstock.schedule.updates import with_updates
@@ -118,3 +122,20 @@ def test_a_v_keeps_the_memory_of_its_repetition_and_its_w_the_order_of_stages(
             waiting += (op.kind is Kind.I) * (op.stage == back)
             waiting -= (op.kind is Kind.W) * (op.stage == back)
             assert not (op.kind is Kind.W and op.stage == rank and waiting)
+
+
+@pytest.mark.parametrize("name", ["v-half", "v-min"])
+def test_the_blocks_of_the_paper_make_the_programs_of_its_authors(name):
+    """Four ranks and eight micro-batches, op by op: every pass has its part in their order."""
+    assert rows_of(schedule(name, 8, 8)) == ORDERS[name].splitlines()
+
+
+@pytest.mark.parametrize("name", ["v-half", "v-min"])
+@pytest.mark.parametrize("ranks", range(2, 7))
+def test_few_micro_batches_take_no_longer_than_the_closed_form(name, ranks):
+    """It holds from m = p on; with fewer, ops of the warm-up and the cool-down move into the gaps,
+    as long as no rank exceeds the memory of the rank that has most.
+    """
+    for micro_batches in range(ranks // 2 + 1, ranks):
+        line = split_timeline(schedule(name, 2 * ranks, micro_batches), 0.5, 0.5, 0.5)
+        assert line.makespan <= 3 * micro_batches + bubble_of(name, ranks)
