@@ -1518,7 +1518,7 @@ DEFECTS = [
     Defect(
         "schedulers: a loaded learning rate replaces the tensor that a graph reads",
         "optim/schedulers.py",
-        'group["lr"] = torch.full_like(group["lr"], rate) if is_tensor else rate',
+        'ParameterGroup([group])["lr"] = rate',
         'group["lr"] = rate',
         ("tests/optim/test_schedulers.py",),
     ),

@@ -152,7 +152,9 @@ def test_values_added_to_the_newest_version_do_not_change_older_ones_that_share_
     weights = start_of_stream(lab, module)
     weights.before_forward(0)
     before = step(weights, module, 1, "weight")
+    held = weights.held_bytes()
     newest = weights.unshared_newest()
+    assert weights.held_bytes() == held + module.bias.nbytes, "the weight's memory is not shared"
     for values in newest:
         values.add_(10)
     assert torch.equal(module.bias, before["bias"] + 10)
