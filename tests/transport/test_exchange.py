@@ -194,3 +194,18 @@ def test_the_exchanges_of_a_group_send_one_after_the_other(monkeypatch):
     assert first.wait(SOON)
     assert second.wait(SOON)
     assert log == [f"send {tag} {end}" for tag in (0, 1) for end in ("started", "ended")]
+
+
+@pytest.mark.parametrize("fails", ["send", "receive"])
+def test_a_thread_that_fails_in_any_way_has_not_exchanged_anything(monkeypatch, fails):
+    """Its pieces would be taken for those of the others. The next exchange goes on."""
+    monkeypatch.setattr(threading, "excepthook", lambda details: None)
+    log, error = [], ZeroDivisionError("a defect")
+    receives = [GatedWork("r1", log, error=error)] if fails == "receive" else []
+    failing_sends = sends(log, ["s1"], error=error) if fails == "send" else []
+    failed = Exchange(receives, failing_sends, None, 60.0)
+    after = Exchange([], sends(log, ["s2"]), failed, 60.0)
+    with pytest.raises(RuntimeError, match="the thread of an exchange has failed"):
+        failed.wait(SOON)
+    assert failed.is_completed()
+    assert after.wait(SOON)

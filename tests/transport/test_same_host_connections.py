@@ -370,3 +370,28 @@ def test_a_peer_that_could_not_open_this_rank_is_given_up_with_its_descriptor(mo
     assert closed == [52]
     assert json.loads(store.get("same-host/opened/1")) == [0, 2, 3]
     assert end._opened == [{1, 2}, {0, 2, 3}, {0}, {1}]
+
+
+def test_a_rank_that_closes_waits_five_seconds_for_all_peers_together(monkeypatch):
+    """Not for each of them; then their memory and descriptors are closed all the same."""
+    clock, closed = SimpleNamespace(now_s=100.0, monotonic=lambda: clock.now_s), []
+    clock.sleep = lambda seconds: setattr(clock, "now_s", clock.now_s + seconds)
+    monkeypatch.setattr(same_host, "time", clock)
+    monkeypatch.setattr(same_host.os, "close", closed.append)
+    end = SameHostTransport(0, 60.0)
+    end._mailbox = SimpleNamespace(
+        close=lambda: closed.append("mailbox"),
+        segment=SimpleNamespace(close=lambda: closed.append("its segment")),
+    )
+    arenas = [
+        SimpleNamespace(close=lambda rank=rank: closed.append(f"arena {rank}")) for rank in (1, 2)
+    ]
+    end._peers = {
+        rank: SimpleNamespace(outgoing=SimpleNamespace(arena=arena), pidfd=50 + rank)
+        for rank, arena in enumerate(arenas, 1)
+    }
+    monkeypatch.setattr(end, "_must_linger", lambda peer: True)
+    end.close()
+    assert 105.0 <= clock.now_s < 105.01
+    assert closed == ["mailbox", "arena 1", 51, "arena 2", 52, "its segment"]
+    assert end.reachable == frozenset()

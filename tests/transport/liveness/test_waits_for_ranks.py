@@ -38,6 +38,13 @@ def test_the_secret_is_the_users_or_that_of_rank_0(monkeypatch, clock):
     with pytest.raises(RunError, match="rank 0 did not join the run within 10 s"):
         _shared_secret(store_of(), 1, 110.0)
 
+    def lose(missing):
+        raise RunError(f"lost {sorted(missing)}")
+
+    monkeypatch.setattr(heartbeats, "LostSiblings", lambda: SimpleNamespace(check=lose))
+    with pytest.raises(RunError, match=r"^lost \[0\]$"):
+        _shared_secret(store_of(), 1, 210.0)
+
 
 def test_keys_are_awaited_until_the_deadline_and_each_is_noted_once(clock):
     """Ranks that have come are not in the message."""
