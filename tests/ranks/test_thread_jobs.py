@@ -12,6 +12,7 @@ from tests.time_limits import HANG_S
 from penstock.errors import DeadlineExceeded, PeerFailed, RunError
 from penstock.ranks import thread_world as module
 from penstock.ranks.thread_world import ThreadWorld
+from penstock.transport.in_process import MemoryTransport
 from penstock.transport.transport import TransportLost
 
 CPU = torch.device("cpu")
@@ -62,6 +63,8 @@ def test_a_world_of_threads_has_all_ranks_and_nothing_between_processes(world):
         False,
     )
     assert world.device(2) is CPU
+    transports = [world.transport(rank) for rank in range(3)]
+    assert transports == [MemoryTransport(rank, world._exchange, 30.0) for rank in range(3)]
     assert world.open_segment([0, 1]) is None
     assert world.replica_collectives(0) is None
     assert world.buffer_bytes(1) == 0

@@ -99,8 +99,8 @@ def plan_of(devices, ranks=3, cluster_ranks=5):
         lengths=[1] * ranks,
         ranks=ranks,
         schedule=case_schedule,
-        recompute=Recompute.NEVER,
-        rule=weight_rule("flush"),
+        recompute=Recompute.SELECTIVE,
+        rule=weight_rule("stash"),
         weights_options={"a": 1.0},
         recomputed=[2],
         segment_starts=[1],
@@ -128,7 +128,9 @@ def test_ranks_of_a_plan_are_in_ascending_order_of_devices(traced, devices):
     assert busy_s == [float(rank) for rank in order]
     assert (setting.lengths, setting.cluster_ranks) == ((1, 1, 1), 5)
     assert (setting.recomputed, setting.segment_starts) == ({2}, {1})
+    assert (setting.recompute, setting.rule) == (Recompute.SELECTIVE, plan.rule)
     assert setting.weights_options == {"a": 1.0}
+    assert setting.cluster_devices == plan.cluster_devices
 
 
 def test_a_plan_without_devices_is_that_of_the_first_ones(traced):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +12,7 @@ from tests.transport.liveness.fake_clock import Clock, store_of
 from penstock.errors import RunError
 from penstock.transport.liveness import heartbeats
 from penstock.transport.liveness.heartbeats import (
+    Heartbeats,
     _check_siblings,
     _MeetingWatch,
     _shared_secret,
@@ -111,3 +114,23 @@ def test_the_lowest_rank_that_has_come_names_those_that_have_not(rank, missing, 
     heard.reason = lambda: "rank 7 is missing"
     with pytest.raises(RunError, match=r"^rank 7 is missing$"):
         watch.check(missing)
+
+
+def test_the_other_ranks_are_waited_for_until_the_time_limit(monkeypatch, clock):
+    """Each by its own key. Messages on those that are missing have the limit as well."""
+    waits, store = [], store_of()
+    idle = SimpleNamespace(start=lambda: None)
+    threads = SimpleNamespace(Thread=lambda **_: idle, Event=threading.Event)
+    process = SimpleNamespace(stdout=io.BytesIO(b'{"port": 5000}\n'))
+    monkeypatch.setattr(heartbeats, "threading", threads)
+    monkeypatch.setattr(heartbeats.atexit, "register", lambda _: None)
+    monkeypatch.setattr(heartbeats, "_shared_secret", lambda *given: waits.append(given) or "00")
+    monkeypatch.setattr(heartbeats, "_start_process", lambda *_: process)
+    monkeypatch.setattr(heartbeats, "wait_for_keys", lambda *given: waits.append(given))
+    watch = Heartbeats(store, 1, 3, timeout_s=9.0)
+    (secret, (waited_store, keys, deadline_s, siblings, on_key)) = waits
+    assert secret == (store, 1, 109.0)
+    assert (waited_store, deadline_s, on_key) == (store, 109.0, watch._add_peer)
+    assert keys == {0: "heartbeat/0", 2: "heartbeat/2"}
+    assert (siblings._heartbeats, siblings._rank) == (watch, 1)
+    assert siblings._progress._limit_s == 9.0
