@@ -158,6 +158,16 @@ def test_the_replica_that_hides_least_decides():
         assert seconds == pytest.approx([2.0])
 
 
+def test_a_rank_that_only_updates_a_stage_hides_nothing_of_its_sum():
+    """Rank 1 has no gradients of stage 0; the backward of rank 0 decides what is hidden."""
+    text = "0F0 1F0 0F1 1B0 0B0 0B1 0U1 1U1\n1F1 1B1 0U1 1U1"
+    program, model = Schedule.parse(text), profile(5, 5, 5)
+    seconds = hidden_sum_seconds(program, [(0, 1)] * 2, [model] * 2, [2, 1], 1.0, HOSTS)
+    expected = slow_hidden(program.programs[0], model, [2, 1], 1.0, (0, 1), HOSTS)
+    assert seconds[0] == pytest.approx(expected[0])
+    assert seconds[0] > 0
+
+
 def test_updates_get_shorter_by_what_is_hidden_and_never_less_than_nothing():
     """Costs without updates, or with nothing hidden, stay as they are."""
     plain = Costs(forward=1.0, update=None)
