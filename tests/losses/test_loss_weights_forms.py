@@ -325,3 +325,16 @@ def test_of_large_outputs_only_losses_over_single_samples_need_no_test_in_number
     assert all(seen)
     with pytest.raises(SettingError, match="is not made of the losses of its micro-batches"):
         weigh(LossWeights(LossCall(loss, CPU)), batch_of(x, y))
+
+
+def test_small_outputs_are_tested_in_numbers_since_graphs_do_not_show_all_hooks():
+    """Such as one on a copy of the output."""
+
+    def loss(output, target):
+        scores = output.clone()
+        scores.register_hook(lambda grad: grad / grad.norm())
+        return entropy(scores, target)
+
+    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
+    with pytest.raises(SettingError, match="their gradients do not"):
+        weigh(LossWeights(LossCall(loss, CPU)), batch_of(x, torch.tensor([0, 1, 2, 0])))

@@ -12,6 +12,9 @@ from torch.nn import functional
 
 import penstock as ps
 from penstock.errors import ChainError, SettingError
+from penstock.pipe.pipe_traced import prepare_graphs
+from penstock.tracing.capture import Form
+from penstock.transport.payload import Payload
 
 
 def gradients(model, call):
@@ -134,6 +137,45 @@ def test_a_model_that_changes_is_traced_anew():
     model.head = nn.Linear(6, 3)
     with pytest.raises(ChainError, match="is not the model that was traced"):
         pipe(X)
+
+
+def test_graphs_are_traced_before_partitions_run_and_changes_of_drawing_are_told():
+    """Partitions in threads would else trace at the same time; those that begin to draw are built
+    anew.
+    """
+    model = make_model(0.0)
+    variants = ps.chain(model, X).variants
+    micro_batches = [Payload.of({"x": X[:2], "scale": torch.ones(2, 1)})]
+    form = Form.of(micro_batches[0].value())
+    assert not variants.has(form, training=True)
+    prepare_graphs(variants, micro_batches, training=True)
+    assert variants.has(form, training=True)
+    assert not prepare_graphs(variants, micro_batches, training=True)
+    model.dropout.p = 0.5
+    assert prepare_graphs(variants, micro_batches, training=True)
+    assert not prepare_graphs(variants, micro_batches, training=True)
+
+
+class Scaled(nn.Module):
+    """Draws for inputs with a scale alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.dropout, self.head = nn.Linear(5, 6), nn.Dropout(0.5), nn.Linear(6, 3)
+
+    def forward(self, x, scale=None):
+        """Return the scores."""
+        value = self.stem(x)
+        return self.head(value if scale is None else self.dropout(value) * scale)
+
+
+def test_inputs_of_another_form_may_need_other_partitions():
+    """Their graph draws, and those before do not."""
+    variants = ps.chain(Scaled(), X).variants
+    plain, scaled = Payload.of({"x": X}), Payload.of({"x": X, "scale": torch.ones(8, 1)})
+    assert not prepare_graphs(variants, [plain], training=True)
+    assert prepare_graphs(variants, [plain, scaled], training=True)
+    assert not prepare_graphs(variants, [plain, scaled], training=True)
 
 
 def test_gradients_of_inputs_are_refused():

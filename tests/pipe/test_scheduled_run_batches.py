@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from tests.pipe.scheduled import batch, grads_of, make_pipe
@@ -74,3 +76,13 @@ def test_layers_that_see_other_tokens_are_refused_slices():
     layers = nn.Sequential(nn.Linear(6, 6), nn.Softmax(dim=1)).double()
     with pytest.raises(SettingError, match="Softmax"):
         make_pipe(False, layers, balance=[1, 1], schedule=schedule, chunks=2)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [nn.MSELoss(reduction="none"), partial(functional.mse_loss, reduction="none"), "mse"],
+)
+def test_a_loss_that_is_no_number_is_refused_before_anything_is_run(loss):
+    """It would fail in the last partition, after all others have computed."""
+    with pytest.raises(SettingError, match=r"reduction|a function"):
+        make_pipe(None, loss=loss)
