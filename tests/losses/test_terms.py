@@ -115,6 +115,9 @@ def test_numbers_in_a_stack_are_terms_of_their_own(reduce):
         assert [term.summed for term in terms] == [True, False]
     rows = terms_of(reduce(torch.stack([x[0], x[1]]).reshape(-1)))
     assert [term.elements for term in rows] == [8]
+    whole = reduce(torch.stack([x[0], x[1]]))
+    if whole.dim() == 0:
+        assert [term.elements for term in terms_of(whole)] == [8]
 
 
 @pytest.mark.parametrize(
@@ -162,6 +165,8 @@ def test_other_forms_are_unknown_by_the_name_of_their_node():
         (x.mean() * x.sum(), "MulBackward"),
         (1 / x.sum(), "ReciprocalBackward|division by what"),
         (x.max(), "MaxBackward"),
+        (functional.cross_entropy(x[:1], CLASSES[:1], reduction="none").squeeze(), "NllLoss"),
+        (functional.mse_loss(x[:1, 0], x[:1, 0].detach(), reduction="none").squeeze(), "MseLoss"),
         (torch.ones(()) / x.sum(), "a division by what depends on outputs"),
     ):
         with pytest.raises(UnknownForm, match=words):
@@ -192,6 +197,13 @@ def test_classes_are_counted_without_those_that_are_ignored(weight, ignored):
         class_count(targets[0].to("meta"), weight, ignored)
     with pytest.raises(UnknownForm, match="targets that depend on outputs"):
         class_count(targets[0], torch.empty(4, device="meta"), ignored)
+
+
+def test_a_likelihood_of_targets_without_contents_is_unknown():
+    """Their classes depend on outputs."""
+    x = outputs().to("meta").requires_grad_()
+    with pytest.raises(UnknownForm, match="targets that depend on outputs"):
+        terms_of(functional.cross_entropy(x, CLASSES.to("meta")))
 
 
 def test_numbers_of_nodes_are_signed_and_counts_equal_up_to_rounding():
