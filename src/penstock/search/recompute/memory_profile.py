@@ -4,7 +4,9 @@ fullest, and how many of them are being recomputed.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple, final
 
 import numpy as np
@@ -81,45 +83,55 @@ def memory_profiles(schedule: Schedule) -> tuple[MemoryProfile, ...]:
     return profiles
 
 
-def _memory_profiles(schedule: Schedule) -> list[MemoryProfile]:
-    """Count the micro-batches by two simulations of memory with unit sizes: one in which all
-    activations are saved, and one in which all are recomputed.
+def _memory_profiles(schedule: Schedule) -> Iterator[MemoryProfile]:
+    """Yield the memory profile of every rank."""
+    ops = dependencies_of(schedule).ops
+    at_start, at_end = _changes(schedule)
+    for low, high in pairwise(ops.first.tolist()):
+        yield _rank_profile(ops.stage[low:high], at_start[:, low:high], at_end[:, low:high])
+
+
+def _changes(schedule: Schedule) -> tuple[Array, Array]:
+    """Return by how much every op changes the three counts of `Moment` at its start and at its end,
+    each of shape (3, ops).
+
+    They are counted by two simulations of memory with unit sizes: one in which all activations are
+    saved, and one in which all are recomputed.
     """
     save_all = Costs(activation_bytes=1.0, saved_bytes=1.0)
     save_none = Costs(activation_bytes=1.0, saved_bytes=0.0)
     saved = Changes.of(tables_of(schedule, save_all, Recompute.SELECTIVE))
     recomputed = Changes.of(tables_of(schedule, save_none, Recompute.SELECTIVE))
-    ops = dependencies_of(schedule).ops
-    is_backward = ops.of_kind(Kind.B)
-    # Rows: in flight, between I and W, in a B.
-    rises = [
-        saved.saved_at_start,
-        np.where(is_backward, 0.0, recomputed.recomputed_at_start),
-        np.where(is_backward, recomputed.recomputed_at_start, 0.0),
-    ]
-    falls = [
-        saved.saved_at_end,
-        np.where(is_backward, 0.0, recomputed.recomputed_at_end),
-        np.where(is_backward, recomputed.recomputed_at_end, 0.0),
-    ]
-    profiles = []
-    for low, high in zip(ops.first[:-1].tolist(), ops.first[1:].tolist(), strict=True):
-        stage_of_op = ops.stage[low:high]
-        stages = np.unique(stage_of_op)
-        column = np.searchsorted(stages, stage_of_op)
-        op = np.arange(high - low)
-        steps = np.zeros((2 * (high - low), 3, len(stages)))
-        for row, (rise, fall) in enumerate(zip(rises, falls, strict=True)):
-            # An op starts at step 2n and ends at step 2n + 1.
-            steps[0::2, row][op, column] = rise[low:high]
-            steps[1::2, row][op, column] = fall[low:high]
-        # Rounded, so that moments whose shares of slices add up to the same are equal rows.
-        counts = np.cumsum(steps, axis=0).reshape(len(steps), -1).round(12)
-        moments = _undominated(np.unique(counts, axis=0)).reshape(-1, 3, len(stages))
-        profiles.append(
-            MemoryProfile(tuple(stages.tolist()), moments[:, 0], moments[:, 1], moments[:, 2])
-        )
-    return profiles
+    is_backward = dependencies_of(schedule).ops.of_kind(Kind.B)
+
+    def rows(in_flight: Array, recomputed: Array) -> Array:
+        """Return the changes in flight, between I and W, and in a B."""
+        split = np.where(is_backward, 0.0, recomputed)
+        in_backward = np.where(is_backward, recomputed, 0.0)
+        return np.stack([in_flight, split, in_backward])
+
+    at_start = rows(saved.saved_at_start, recomputed.recomputed_at_start)
+    return at_start, rows(saved.saved_at_end, recomputed.recomputed_at_end)
+
+
+def _rank_profile(stage_of_op: Array, at_start: Array, at_end: Array) -> MemoryProfile:
+    """Return the memory profile of one rank.
+
+    Args:
+        stage_of_op: the stage of each of its ops, in order.
+        at_start, at_end: of these ops, as of `_changes`.
+    """
+    stages = np.unique(stage_of_op)
+    column = np.searchsorted(stages, stage_of_op)
+    # An op starts at step 2n and ends at step 2n + 1.
+    start = 2 * np.arange(len(stage_of_op))
+    steps = np.zeros((2 * len(stage_of_op), 3, len(stages)))
+    steps[start, :, column] = at_start.T
+    steps[start + 1, :, column] = at_end.T
+    # Rounded, so that moments whose shares of slices add up to the same are equal rows.
+    counts = np.cumsum(steps, axis=0).reshape(len(steps), -1).round(12)
+    moments = _undominated(np.unique(counts, axis=0)).reshape(-1, 3, len(stages))
+    return MemoryProfile(tuple(stages.tolist()), moments[:, 0], moments[:, 1], moments[:, 2])
 
 
 def divide_room(room: Array, parts: Array) -> Array:
