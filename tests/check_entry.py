@@ -129,8 +129,8 @@ class Entry:
         """Test files that may hold tests of the entry, from the root of the repository."""
         if self.kind is KINDS["option"]:
             return [*sorted(_files_that_mention(self.name)), *self.kind.laws]
-        own = [str(self.own_tests.relative_to(ROOT))] if self.own_tests.exists() else []
-        return [*own, *(path for path in self.kind.laws if path not in own)]
+        entry_files = [str(self.own_tests.relative_to(ROOT))] if self.own_tests.exists() else []
+        return [*entry_files, *(path for path in self.kind.laws if path not in entry_files)]
 
     def selects(self, item: pytest.Item, other_names: frozenset[str]) -> bool:
         """Whether a test concerns the entry.

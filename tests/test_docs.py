@@ -91,13 +91,13 @@ def play(path: Path, blocks: list[Block]) -> None:
         code = compile("\n" * (block.line - 1) + block.code, str(path), "exec")
         with contextlib.redirect_stdout(printed):
             exec(code, space)
-        found = tidy(printed.getvalue())
-        for shown, wanted in ((block.output, "{}"), (block.excerpt, "...{}...")):
+        output = tidy(printed.getvalue())
+        for shown, pattern in ((block.output, "{}"), (block.excerpt, "...{}...")):
             if shown is not None and not doctest.OutputChecker().check_output(
-                wanted.format(tidy(shown)), found, doctest.ELLIPSIS
+                pattern.format(tidy(shown)), output, doctest.ELLIPSIS
             ):
                 pytest.fail(
-                    f"{path.name}:{block.line} prints\n{found}\nand the page shows\n{shown}"
+                    f"{path.name}:{block.line} prints\n{output}\nand the page shows\n{shown}"
                 )
 
 
@@ -109,10 +109,10 @@ def outside_fences(text: str) -> str:
 def links_of(text: str) -> list[str]:
     """Targets of links and pictures that are files here."""
     prose = outside_fences(text)
-    found = re.findall(r"\]\(\s*<?([^)>\s]+)", prose) + re.findall(
+    links = re.findall(r"\]\(\s*<?([^)>\s]+)", prose) + re.findall(
         r"(?:src|href)=\"([^\"]+)\"", prose
     )
-    return [link for link in found if not re.match(r"[a-z][a-z+.-]*:", link)]
+    return [link for link in links if not re.match(r"[a-z][a-z+.-]*:", link)]
 
 
 def anchors_of(text: str) -> set[str]:
@@ -145,10 +145,10 @@ def test_links_lead_to_files_and_headings_that_exist(path):
     for link in links_of(path.read_text(encoding="utf-8")):
         file, _, anchor = link.partition("#")
         target = (path.parent / file).resolve() if file else path
-        found = target.exists()
-        if found and anchor and target.suffix == ".md":
-            found = anchor in anchors_of(target.read_text(encoding="utf-8"))
-        if not found:
+        exists = target.exists()
+        if exists and anchor and target.suffix == ".md":
+            exists = anchor in anchors_of(target.read_text(encoding="utf-8"))
+        if not exists:
             dead.append(link)
     assert dead == []
 
@@ -170,11 +170,11 @@ def test_the_story_walks_the_rooms_in_the_order_of_imports():
     source = (ROOT / "tests" / "architecture" / "test_imports.py").read_text(encoding="utf-8")
     listed = re.search(r"^ORDER = \[(.*?)\]", source, re.MULTILINE | re.DOTALL)
     order = re.findall(r'"(\w+)"', listed[1])
-    told = re.findall(
+    rooms = re.findall(
         r"^## .*?`(\w+)/?`", (ROOT / "docs" / "story.md").read_text(encoding="utf-8"), re.MULTILINE
     )
-    assert told == [room for room in order if room in told]
-    assert len(told) > 10
+    assert rooms == [room for room in order if room in rooms]
+    assert len(rooms) > 10
 
 
 PAGE = """
@@ -249,7 +249,7 @@ def test_everything_that_is_found_by_name_stands_in_the_list_of_papers():
     from penstock.zoo.catalogue import MODELS
 
     page = (ROOT / "docs" / "papers.md").read_text(encoding="utf-8")
-    told = set(re.findall(r"`([\w-]+)(?::[^`]*)?`", page))
+    listed = set(re.findall(r"`([\w-]+)(?::[^`]*)?`", page))
     kinds = FAMILIES, COST_SCHEDULES, PARTITIONERS, WEIGHT_RULES, PLANNERS, MODELS
     names = {name.removesuffix("_bn") for kind in kinds for name in kind.entries()}
-    assert names - told == set(), "add a row with these names in backticks to docs/papers.md"
+    assert names - listed == set(), "add a row with these names in backticks to docs/papers.md"

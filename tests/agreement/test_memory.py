@@ -40,12 +40,12 @@ def test_predicted_peaks_are_within_the_band_of_the_measured_memory(
     small, and the batch is large.
     """
     torch.manual_seed(0)
-    made, x, y = model(), torch.randn(512, 32), torch.randn(512, 8)
-    profile = ps.profile(made, x, sizes=(64,), repeats=1, loss=nn.functional.mse_loss, targets=y)
+    network, x, y = model(), torch.randn(512, 32), torch.randn(512, 8)
+    profile = ps.profile(network, x, sizes=(64,), repeats=1, loss=nn.functional.mse_loss, targets=y)
     request = PlanRequest(profile, ps.cluster("local:2"), 512, recompute=recompute)
     plan = plan_proposal(request, Proposal(lengths, schedule, micro_batches, recompute=recompute))
     pipe = ps.Pipeline(
-        made,
+        network,
         plan,
         loss=nn.functional.mse_loss,
         executor="threads",

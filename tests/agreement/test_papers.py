@@ -74,7 +74,8 @@ def test_a_host_without_a_lock_is_a_process_for_each_device(papers, forward, mic
         return one_process.Work(0.0, float(factor * forward[op.stage]))
 
     costs = ps.Costs(
-        forward=[float(each) for each in forward], backward=[2.0 * each for each in forward]
+        forward=[float(seconds) for seconds in forward],
+        backward=[2.0 * seconds for seconds in forward],
     )
     assert one_process.makespan(schedule, work) == pytest.approx(
         ps.simulate(schedule, costs).makespan
@@ -121,15 +122,15 @@ def test_the_fit_recovers_the_constants_behind_synthetic_data(papers):
     """The fit is a deterministic descent; on data that the model itself produced it must find the
     constants.
     """
-    made = (3e-4, 2e-3)
+    coefficients = (3e-4, 2e-3)
 
     def residual(values):
         return sum(
-            (values[0] * a + values[1] * b - made[0] * a - made[1] * b) ** 2
+            (values[0] * a + values[1] * b - coefficients[0] * a - coefficients[1] * b) ** 2
             for a, b in product((1, 5), (1, 7))
         )
 
-    assert papers.study.fit(residual, (1e-4, 1e-3)) == pytest.approx(made, rel=0.02)
+    assert papers.study.fit(residual, (1e-4, 1e-3)) == pytest.approx(coefficients, rel=0.02)
 
 
 def test_the_studys_cells_are_all_there(papers):
@@ -183,7 +184,7 @@ def test_profiles_that_others_published_have_the_models_parameters(papers, name,
     """A slip in a table of bytes would go unseen in seconds: the sums are those of the models."""
     profile = papers.common.table_profile(name, 32)
     # cuDNN's LSTMs have two biases, as PyTorch's; PipeDream's classifier has one.
-    assert sum(each.parameters for each in profile) == pytest.approx(parameters, rel=2e-4)
+    assert sum(layer.parameters for layer in profile) == pytest.approx(parameters, rel=2e-4)
 
 
 def test_dapples_profile_of_vgg19_has_its_published_sums(papers):
@@ -204,7 +205,9 @@ def test_overlapped_data_parallelism_takes_between_its_longest_part_and_the_sum(
     cluster = ps.cluster("DAPPLE-B").on(range(16))
     cluster = type(whole)("c", cluster.devices, 1, whole.inside, Link(0.0, bandwidth))
     compute = sum(profile.step_seconds(samples))
-    network = all_reduce_seconds(range(16), sum(each.parameter_bytes for each in profile), cluster)
+    network = all_reduce_seconds(
+        range(16), sum(layer.parameter_bytes for layer in profile), cluster
+    )
     overlapped = papers.common.data_parallel_s(profile, cluster, samples)
     bare = papers.common.data_parallel_s(profile, cluster, samples, overlap=False)
     assert max(compute, network) * (1 - 1e-9) <= overlapped <= bare * (1 + 1e-9)
@@ -234,8 +237,8 @@ def test_boards_are_cut_where_the_slowest_is_least(papers):
         for a in range(1, 5)
         for b in range(a + 1, 6)
     )
-    found = papers.bapipe.best_cut(stages, 6)
-    assert max(sum(own[each][:2]) for own, each in zip(stages, found, strict=True)) == best
+    cut = papers.bapipe.best_cut(stages, 6)
+    assert max(sum(costs[bounds][:2]) for costs, bounds in zip(stages, cut, strict=True)) == best
 
 
 def test_berts_memory_by_schedule_is_the_published_one(papers):

@@ -85,9 +85,11 @@ def test_measured_makespan_is_within_the_band_of_the_simulated_one(
     schedule, forward, input_grad, weight_grad, recompute, monkeypatch
 ):
     """A prediction needs a comparison with a measurement."""
-    found, expected = measured_and_simulated(
+    measured, expected = measured_and_simulated(
         schedule, forward, input_grad, weight_grad, recompute, monkeypatch
     )
     low, high = BAND
-    assert all(low <= ratio <= high for ratio in ratios(found, expected)), ratios(found, expected)
-    assert (found.ranks, found.stages) == (expected.ranks, expected.stages)
+    assert all(low <= ratio <= high for ratio in ratios(measured, expected)), ratios(
+        measured, expected
+    )
+    assert (measured.ranks, measured.stages) == (expected.ranks, expected.stages)

@@ -155,10 +155,10 @@ def test_the_guide_lists_every_room_in_order():
     listed = re.search(r"^ORDER = \[(.*?)\]", source, re.MULTILINE | re.DOTALL)
     package = ROOT / "src" / "penstock"
     order = re.findall(r'"([a-z]\w*)"', listed[1])
-    rooms = GUIDE.partition("\n## The rooms\n")[2].partition("\n## ")[0]
-    table = re.findall(r"^\| (`.*?`) \|", rooms, re.MULTILINE)
-    told = [room for row in table for room in re.findall(r"`(\w+)`", row)]
-    assert told == [
+    section = GUIDE.partition("\n## The rooms\n")[2].partition("\n## ")[0]
+    table = re.findall(r"^\| (`.*?`) \|", section, re.MULTILINE)
+    rooms = [room for row in table for room in re.findall(r"`(\w+)`", row)]
+    assert rooms == [
         room for room in order if (package / room).is_dir() or (package / f"{room}.py").exists()
     ]
 

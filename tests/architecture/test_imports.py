@@ -80,13 +80,13 @@ def imports_of(tree: ast.AST) -> list[tuple[int, str]]:
     """Line and dotted name of every module that is imported anywhere in a file, by statement or by
     its name in a string.
     """
-    found = []
+    imports = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            found += [(node.lineno, name.name) for name in node.names]
+            imports += [(node.lineno, name.name) for name in node.names]
         elif isinstance(node, ast.ImportFrom):
             module = "." * node.level + (node.module or "")
-            found += [
+            imports += [
                 (node.lineno, f"{module}.{name.name}" if module == "penstock" else module)
                 for name in node.names
             ]
@@ -101,8 +101,8 @@ def imports_of(tree: ast.AST) -> list[tuple[int, str]]:
                 and node.args
                 and isinstance(node.args[0], ast.Constant)
             ):
-                found.append((node.lineno, str(node.args[0].value)))
-    return found
+                imports.append((node.lineno, str(node.args[0].value)))
+    return imports
 
 
 def target_of(module: str) -> str | None:

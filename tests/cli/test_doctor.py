@@ -121,10 +121,10 @@ def test_a_card_that_computes_nothing_makes_the_machine_unsound():
         "works",
         "fails: no kernel image is available",
     ]
-    found = machine_facts(report)
-    assert found["gpus"] == ["NVIDIA H100 80GB HBM3", "NVIDIA H100 MIG 1g.10gb"]
-    assert [card["sound"] for card in found["cards"]] == [True, False]
-    json.dumps(found)
+    facts = machine_facts(report)
+    assert facts["gpus"] == ["NVIDIA H100 80GB HBM3", "NVIDIA H100 MIG 1g.10gb"]
+    assert [card["sound"] for card in facts["cards"]] == [True, False]
+    json.dumps(facts)
 
 
 def test_cards_that_cannot_be_listed_are_not_taken_for_none():

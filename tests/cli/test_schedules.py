@@ -169,10 +169,10 @@ def test_the_committed_gallery_is_what_the_command_draws(penstock, tmp_path):
         penstock("schedules", "--stages", 4, "--micro-batches", 8, "--gallery", fresh).status == 0
     )
     drawn = {path.name: path.read_text(encoding="utf-8") for path in fresh.iterdir()}
-    kept = {path.name: path.read_text(encoding="utf-8") for path in GALLERY.iterdir()}
-    assert set(drawn) == set(kept)
+    stored = {path.name: path.read_text(encoding="utf-8") for path in GALLERY.iterdir()}
+    assert set(drawn) == set(stored)
     assert {f"{name}.svg" for name in schedules()} <= set(drawn)
-    stale = [name for name, drawing in drawn.items() if drawing != kept[name]]
+    stale = [name for name, drawing in drawn.items() if drawing != stored[name]]
     assert stale == [], (
         "run: penstock schedules --stages 4 --micro-batches 8 --gallery docs/gallery"
     )

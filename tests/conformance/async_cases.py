@@ -166,7 +166,7 @@ class Case:
         """Layers of each stage."""
         return LEARNING[self.model].cuts[self.stages]
 
-    def made(self) -> nn.Sequential:
+    def build_model(self) -> nn.Sequential:
         """The model, always with the same weights; torch's own random state is left alone."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(3)
@@ -185,7 +185,7 @@ class Case:
         """What is tested."""
         schedule = ps.schedule(self.schedule, self.stages, self.m, **self.making)
         return ps.Pipeline(
-            self.made(),
+            self.build_model(),
             loss=LEARNING[self.model].loss,
             balance=self.lengths,
             schedule=schedule,
@@ -225,7 +225,7 @@ class Case:
     ) -> tuple[list[Tensor], dict[str, Tensor]]:
         return simulate(
             rule,
-            self.made(),
+            self.build_model(),
             self.lengths,
             OPTIMIZERS[self.optimizer],
             LEARNING[self.model].loss,

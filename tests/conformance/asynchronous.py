@@ -93,7 +93,7 @@ class HetPipe:
     ) -> None:
         others = [copy.deepcopy(list(stages)) for _ in range(virtual_workers - 1)]
         self.lines = [
-            VirtualWorker(own, *args, in_flight=in_flight, **rest) for own in (stages, *others)
+            VirtualWorker(chain, *args, in_flight=in_flight, **rest) for chain in (stages, *others)
         ]
         self.stages, self.length, self.distance = stages, in_flight, distance
         self._begin()

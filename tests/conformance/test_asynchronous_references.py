@@ -68,7 +68,7 @@ class NumpyStage:
     def __init__(self, linear, s, p, m, total, stash):
         self.w, self.b = (tensor.detach().numpy().copy() for tensor in (linear.weight, linear.bias))
         self.last, self.m, self.stash = s == p - 1, m, stash
-        self.grads, self.kept = [0.0, 0.0], {}
+        self.grads, self.activations = [0.0, 0.0], {}
         warm = min(p - s, total)
         self.todo = [("F", n) for n in range(warm)]
         for n in range(total):
@@ -78,12 +78,12 @@ class NumpyStage:
         """The output; what the backward needs is kept."""
         out = x @ self.w.T + self.b
         out = out if self.last else np.tanh(out)
-        self.kept[n] = (x, out, self.w.copy())
+        self.activations[n] = (x, out, self.w.copy())
         return out
 
     def backward(self, n, grad):
         """The gradient of the input; after the last of a batch the weights are stepped."""
-        x, out, stashed = self.kept.pop(n)
+        x, out, stashed = self.activations.pop(n)
         grad = grad if self.last else grad * (1 - out**2)
         self.grads = [self.grads[0] + grad.T @ x, self.grads[1] + grad.sum(0)]
         back = grad @ (stashed if self.stash else self.w)

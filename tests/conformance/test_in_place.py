@@ -64,7 +64,7 @@ REFUSED = [name for name, _ in refused_models()]
 MESSAGE = "modified by an inplace operation"
 
 
-def made(name):
+def refused_model(name):
     """One of them, with weights that depend on its name only."""
     torch.manual_seed(0)
     return dict(refused_models())[name]
@@ -83,7 +83,7 @@ def test_plain_pytorch_refuses_them(name):
     """Else the tests below test nothing."""
     x, y = batch_of()
     with pytest.raises(RuntimeError, match=MESSAGE):
-        functional.mse_loss(made(name)(x), y).backward()
+        functional.mse_loss(refused_model(name)(x), y).backward()
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -91,7 +91,7 @@ def test_every_schedule_and_recompute_refuses_them_in_the_first_micro_batch(name
     """The first micro-batch of a form was trained with gradients 33 % off: hooks had switched
     autograd's check off.
     """
-    middle = len(made(name)) - 2
+    middle = len(refused_model(name)) - 2
     cases = [
         ("gpipe", "never"),
         ("1f1b", "except_last"),
@@ -101,7 +101,7 @@ def test_every_schedule_and_recompute_refuses_them_in_the_first_micro_batch(name
         ("gpipe", [1]),
     ]
     for schedule, recompute in cases:
-        model = made(name)
+        model = refused_model(name)
         if name == "weight" and schedule == "chimera":
             continue  # copies of a stage have weights of their own
         pipe = ps.Pipeline(
@@ -125,7 +125,7 @@ def test_a_pipe_refuses_them(name, mode):
     """In its own graph and in the one that it makes again."""
     if name == "weight" and mode == "always":
         pytest.skip("a Pipe refuses a weight that has changed before it runs anything again")
-    model = made(name)
+    model = refused_model(name)
     pipe = ps.Pipe(model, [len(model) - 1, 1], devices=2, chunks=2, checkpoint=mode)
     x, y = batch_of()
     with pytest.raises(RuntimeError, match=MESSAGE):
@@ -136,7 +136,7 @@ def test_batches_of_ever_new_lengths_are_refused_from_the_first_to_the_last():
     """Each was a new form, so that no batch was ever checked."""
     for samples in (8, 10, 12):
         pipe = ps.Pipeline(
-            made("after tanh"),
+            refused_model("after tanh"),
             loss=functional.mse_loss,
             balance=[4, 1],
             schedule="gpipe",

@@ -282,11 +282,11 @@ def test_what_begins_to_draw_after_the_pipeline_was_made_has_its_stream(
 ):
     """Whether a layer draws was asked once; a dropout that was raised from 0 later drew unseeded."""
 
-    def made():
+    def build_model():
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.0), nn.Identity(), nn.Linear(6, 6))
 
-    model, plain = made(), made()
+    model, plain = build_model(), build_model()
     pipe = pipeline(model, [2, 2], schedule, recompute)
     pipe.train_batch(*batch_of(0), update=False)
     change(model)

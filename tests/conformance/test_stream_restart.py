@@ -114,7 +114,7 @@ def test_evaluation_in_mid_stream_sees_the_newest_weights_and_does_no_more_than_
     )
     losses, state, fed, (loss, output, state_at_evaluation, again) = interrupted(case, look)
     assert_equal((losses, state), interrupted(case, lambda pipe: pipe.flush()))
-    model = case.made().eval()
+    model = case.build_model().eval()
     model.load_state_dict(state_at_evaluation)
     torch.testing.assert_close(output, model(x), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(
@@ -295,7 +295,7 @@ def test_a_checkpoint_of_a_stream_goes_on_under_another_cut_with_flushes_too(tmp
     results = []
     for balance, schedule in (([4, 5], "1f1b"), ([9], "pipedream")):
         pipe = ps.Pipeline(
-            STASH.made(), balance=balance, schedule=schedule, micro_batches=2, **options
+            STASH.build_model(), balance=balance, schedule=schedule, micro_batches=2, **options
         )
         pipe.load(tmp_path)
         assert differences(pipe.state_dict(), state) == []

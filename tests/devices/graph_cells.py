@@ -171,27 +171,27 @@ def cut(stages: int) -> list[int]:
 
 def graph_cells() -> dict[str, GraphCell]:
     """Return all cells by name."""
-    found: dict[str, GraphCell] = {}
+    all_cells: dict[str, GraphCell] = {}
     for name, (options, stages) in sizes().items():
         base = {**options, "balance": cut(stages)}
         clipped = {**base, "clip_grad_norm": 0.05}
         if name in PLAIN:
-            found[name] = GraphCell(Cell(base, batch=vectors, loss=LOSS))
+            all_cells[name] = GraphCell(Cell(base, batch=vectors, loss=LOSS))
         tied = Cell(clipped, cells.tied_model, tokens, LOSS)
-        found[f"{name}, tied weights, clipping"] = GraphCell(tied)
+        all_cells[f"{name}, tied weights, clipping"] = GraphCell(tied)
     one = Cell({**sizes()["1f1b 2 x 3"][0], "balance": cut(2)}, batch=vectors, loss=LOSS)
     adam = partial(torch.optim.Adam, foreach=False)
     for recompute in ("except_last", "always"):
         options = {**one.options, "recompute": recompute}
-        found[f"recompute {recompute}"] = GraphCell(dataclasses.replace(one, options=options))
-    found["batch norm"] = GraphCell(dataclasses.replace(one, model=normalised_model))
-    found["dropout"] = GraphCell(dataclasses.replace(one, model=cells.random_model))
-    found["learning rate"] = GraphCell(one, learning_rate=0.5)
-    found["Adam"] = GraphCell(one, optimizer=adam)
-    found["Adam, capturable"] = GraphCell(one, optimizer=partial(adam, capturable=True))
+        all_cells[f"recompute {recompute}"] = GraphCell(dataclasses.replace(one, options=options))
+    all_cells["batch norm"] = GraphCell(dataclasses.replace(one, model=normalised_model))
+    all_cells["dropout"] = GraphCell(dataclasses.replace(one, model=cells.random_model))
+    all_cells["learning rate"] = GraphCell(one, learning_rate=0.5)
+    all_cells["Adam"] = GraphCell(one, optimizer=adam)
+    all_cells["Adam, capturable"] = GraphCell(one, optimizer=partial(adam, capturable=True))
     classes = dataclasses.replace(one, batch=cells.vectors, loss=functional.cross_entropy)
-    found["class indices on the device"] = GraphCell(classes)
-    return found
+    all_cells["class indices on the device"] = GraphCell(classes)
+    return all_cells
 
 
 def batches(cell: cells.Cell) -> list[tuple[Tensor, Tensor]]:

@@ -225,7 +225,7 @@ def combinations() -> dict[str, Cell]:
     two = ps.schedule("1f1b", stages=2, micro_batches=6, replicas=3)
     everything = {**three, "clip_grad_norm": 0.05, "recompute": [1, 2, 3], "accumulate": 2}
     mapping = {"schedule": "zb-h1", "balance": [2, 1, 2], "micro_batches": MICRO_BATCHES}
-    found = {
+    cell_of_rule = {
         "tied weights, clipping, layers recomputed, accumulated": Cell(
             everything, tied_model, tokens
         ),
@@ -244,8 +244,8 @@ def combinations() -> dict[str, Cell]:
         ),
     }
     for rule in ("double-buffer", "vertical-sync", "wpipe", "pipemare"):
-        found[rule] = Cell({**three, "schedule": "pipedream", "weights": rule}, random_model)
-    return found
+        cell_of_rule[rule] = Cell({**three, "schedule": "pipedream", "weights": rule}, random_model)
+    return cell_of_rule
 
 
 def schedules() -> dict[str, dict[str, Any]]:
@@ -269,7 +269,7 @@ def schedules() -> dict[str, dict[str, Any]]:
 
 def cells() -> dict[str, Cell]:
     """Return all cells that train, by name."""
-    found: dict[str, Cell] = {}
+    all_cells: dict[str, Cell] = {}
     one = schedules()["1f1b"]
     for number, (name, options) in enumerate(schedules().items()):
         # 1F1B in every way to recompute; of the others, every second one in each.
@@ -277,31 +277,33 @@ def cells() -> dict[str, Cell]:
         if name != "1f1b":
             other_ways = other_ways[number % 2 :][:1]
         if name == "1f1b":
-            found["1f1b, recompute never"] = Cell({**options, "recompute": "never"})
+            all_cells["1f1b, recompute never"] = Cell({**options, "recompute": "never"})
         for recompute in ("never", *other_ways):
             chosen = {**options, "recompute": recompute}
-            found[f"{name}, random, recompute {recompute}"] = Cell(chosen, random_model)
+            all_cells[f"{name}, random, recompute {recompute}"] = Cell(chosen, random_model)
         combined_ways = ("never", "always")
         if name != "1f1b":
             combined_ways = combined_ways[number % 2 :][:1]
         for recompute in combined_ways if name != "pipedream" else ():
             everything = {**options, "clip_grad_norm": 0.05, "recompute": recompute}
             combined = f"{name}, tied weights, clipping, recompute {recompute}"
-            found[combined] = Cell(everything, tied_model, tokens)
+            all_cells[combined] = Cell(everything, tied_model, tokens)
     for recompute in ("never", "always"):
         traced = {**one, "balance": [1, 1, 1, 2], "recompute": recompute}
-        found[f"traced, recompute {recompute}"] = Cell(traced, traced_model, pairs)
-    found["int8 boundary"] = Cell({**one, "boundary": "int8"})
-    found["ignored targets"] = Cell(one, batch=ignored)
-    found["sum and count"] = Cell(one, batch=ignored, loss=sum_and_count)
+        all_cells[f"traced, recompute {recompute}"] = Cell(traced, traced_model, pairs)
+    all_cells["int8 boundary"] = Cell({**one, "boundary": "int8"})
+    all_cells["ignored targets"] = Cell(one, batch=ignored)
+    all_cells["sum and count"] = Cell(one, batch=ignored, loss=sum_and_count)
     joint = {**schedules()["gpipe"], "loss_on": "batch"}
-    found["loss on batch"] = Cell(joint, loss=contrastive)
-    found["custom loss"] = Cell(one, loss=custom)
-    found["two terms"] = Cell(one, loss=penalised)
-    found["loss module"] = Cell(one, loss=nn.CrossEntropyLoss(torch.tensor([1.0, 2.0, 0.5, 1.0])))
+    all_cells["loss on batch"] = Cell(joint, loss=contrastive)
+    all_cells["custom loss"] = Cell(one, loss=custom)
+    all_cells["two terms"] = Cell(one, loss=penalised)
+    all_cells["loss module"] = Cell(
+        one, loss=nn.CrossEntropyLoss(torch.tensor([1.0, 2.0, 0.5, 1.0]))
+    )
     weighted = {**one, "loss_weight": lambda target: (target >= 0).sum()}
-    found["loss weight"] = Cell(weighted, batch=ignored)
-    return found | combinations()
+    all_cells["loss weight"] = Cell(weighted, batch=ignored)
+    return all_cells | combinations()
 
 
 def pipeline(cell: Cell, device: str) -> ps.Pipeline:

@@ -199,7 +199,7 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
     nccl_like.unseal()
     before = len(nccl_like.COMMUNICATORS)
     pipe = pipeline(case, "processes", lookalike.DEVICE)
-    made = len(nccl_like.COMMUNICATORS) - before
+    communicator_count = len(nccl_like.COMMUNICATORS) - before
     nccl_like.seal()
     losses = [pipe.train_batch(*data()) for _ in range(BATCHES - 1)]
     nccl_like.WAITS.clear()
@@ -210,9 +210,9 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
     nccl_like.unseal()
     peers = {
         peer
-        for each in nccl_like.COMMUNICATORS[before:-1]  # the last one is of all ranks
-        for peer in each.ranks
-        if peer != each.rank
+        for communicator in nccl_like.COMMUNICATORS[before:-1]  # the last one is of all ranks
+        for peer in communicator.ranks
+        if peer != communicator.rank
     }
     dist.barrier()
     buffers = pipe._world._wire.buffers
@@ -227,7 +227,7 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
         "waits": waits,
         "h2d": dict(copies),
         "log": log,
-        "communicators": made,
+        "communicators": communicator_count,
         "peers": len(peers),
     }
 

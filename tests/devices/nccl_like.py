@@ -301,11 +301,11 @@ def install() -> None:
         if dist.get_rank() not in ranks:
             return dist.GroupMember.NON_GROUP_MEMBER
         store = dist.distributed_c10d._get_default_store()
-        made = Communicator(number, list(ranks), dist.get_rank(), store)
-        COMMUNICATORS.append(made)
+        communicator = Communicator(number, list(ranks), dist.get_rank(), store)
+        COMMUNICATORS.append(communicator)
         if device_id is not None and EAGER[0]:
-            made.connect()
-        return made
+            communicator.connect()
+        return communicator
 
     def send(tensor: Any, dst: Any = None, group: Any = None, tag: int = 0) -> Any:
         """See `torch.distributed.isend`."""

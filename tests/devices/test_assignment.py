@@ -293,7 +293,9 @@ def test_a_failing_driver_does_not_stop_who_asks_for_the_cpu():
 
 UUIDS = st.sampled_from(["", "u0", "u1", "u2", "u3"])
 CARDS = st.lists(st.tuples(UUIDS, st.booleans()), max_size=3).map(
-    lambda found: tuple(card(index, uuid, mig=mig) for index, (uuid, mig) in enumerate(found))
+    lambda card_facts: tuple(
+        card(index, uuid, mig=mig) for index, (uuid, mig) in enumerate(card_facts)
+    )
 )
 FACTS = st.builds(
     RankFacts,
@@ -302,7 +304,7 @@ FACTS = st.builds(
     environment=st.dictionaries(
         st.sampled_from(["LOCAL_RANK", "SLURM_LOCALID", "SLURM_PROCID", "CUDA_VISIBLE_DEVICES"]),
         st.sampled_from(["0", "1", "2", "5", "-1"]),
-    ).map(lambda found: tuple(found.items())),
+    ).map(lambda variables: tuple(variables.items())),
     accelerator=st.just("cuda"),
     cards=CARDS,
     requested=st.sampled_from([None, None, None, "cuda", "cuda", "cuda:0", "cuda:1", "cpu"]),
@@ -389,12 +391,12 @@ def test_facts_of_this_process_hold_host_and_variables(monkeypatch):
     """What the function is given is what this machine has."""
     monkeypatch.setenv("LOCAL_RANK", "3")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,0")
-    found = rank_facts("cpu")
-    assert found.hostname
-    assert dict(found.environment)["LOCAL_RANK"] == "3"
-    assert dict(found.environment)["CUDA_VISIBLE_DEVICES"] == "2,0"
-    assert found.requested == "cpu"
-    assert found.problem == ""
+    rank = rank_facts("cpu")
+    assert rank.hostname
+    assert dict(rank.environment)["LOCAL_RANK"] == "3"
+    assert dict(rank.environment)["CUDA_VISIBLE_DEVICES"] == "2,0"
+    assert rank.requested == "cpu"
+    assert rank.problem == ""
 
 
 @pytest.mark.parametrize(

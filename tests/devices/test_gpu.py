@@ -169,9 +169,9 @@ def test_a_gpt_on_the_gpu_trains_as_accumulation(cuda):
     tokens = torch.randint(0, 64, (8, 17), device=cuda)
     x, y = tokens[:, :-1], tokens[:, 1:]
     pipe = pipeline(layers, cuda, balance=[2, 3], loss=gpt_loss)
-    found = [float(pipe.train_batch(x, y)) for _ in range(3)]
+    losses = [float(pipe.train_batch(x, y)) for _ in range(3)]
     pipe.close()
-    assert found == pytest.approx(accumulated(plain, x, y, 3, gpt_loss), rel=1e-6)
+    assert losses == pytest.approx(accumulated(plain, x, y, 3, gpt_loss), rel=1e-6)
     assert torch.allclose(weights_of(layers), weights_of(plain), rtol=1e-9, atol=1e-12)
 
 
@@ -360,13 +360,13 @@ def test_a_checkpoint_from_the_gpu_goes_on_there_and_under_another_cut(cuda, tmp
     for _ in range(2):
         first.train_batch(x, y)
     first.save(tmp_path)
-    wanted = [float(first.train_batch(x, y)) for _ in range(2)]
+    expected = [float(first.train_batch(x, y)) for _ in range(2)]
     first.close()
     other = pipeline([layer.to(cuda) for layer in layers_of()], cuda, balance=[3, 2])
     other.load(tmp_path)
-    found = [float(other.train_batch(x, y)) for _ in range(2)]
+    losses = [float(other.train_batch(x, y)) for _ in range(2)]
     other.close()
-    assert found == wanted
+    assert losses == expected
 
 
 class Hungry(nn.Module):

@@ -28,9 +28,9 @@ every_case = pytest.mark.parametrize(("ranks", "name"), TRAINED)
 
 def rows(ranks: int, name: str) -> list:
     """What the ranks have seen of a case."""
-    found = [seen[name] for seen in seen_by(ranks)]
-    assert all(isinstance(row, dict) for row in found), found
-    return found
+    rows = [seen[name] for seen in seen_by(ranks)]
+    assert all(isinstance(row, dict) for row in rows), rows
+    return rows
 
 
 @every_case

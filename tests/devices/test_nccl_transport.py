@@ -81,9 +81,9 @@ def sending(error: Exception, monkeypatch) -> Exception:
         raise error
 
     monkeypatch.setattr(dist, "isend", refuse)
-    own = wire()
-    own.store = Store()
-    transport = DistributedTransport(own)
+    rank_wire = wire()
+    rank_wire.store = Store()
+    transport = DistributedTransport(rank_wire)
     with pytest.raises((TransportLost, RunError)) as raised:
         transport.send(1, Message(Kind.F, 2, 7), Payload.of(torch.ones(3)), "form")
     return raised.value
@@ -107,9 +107,9 @@ def test_a_wait_for_nccl_has_no_timeout_and_a_wait_for_gloo_has_one():
     """Given one, torch polls until the device is done, and the host stands."""
     asked = []
     work = SimpleNamespace(wait=lambda *timeout: asked.append(timeout), is_completed=lambda: True)
-    own = wire()
-    own.wait(DeviceTransfer(work, "0F0"))
-    own.wait(work)
+    rank_wire = wire()
+    rank_wire.wait(DeviceTransfer(work, "0F0"))
+    rank_wire.wait(work)
     assert asked == [(), (timedelta(seconds=5),)]
 
 
@@ -124,20 +124,20 @@ def test_the_device_is_late_when_nothing_has_come_for_longer_than_the_deadline(m
         SimpleNamespace(wait=lambda: None, is_completed=lambda number=number: over[number])
         for number in range(2)
     ]
-    own = wire()
-    assert own.late() is None
+    rank_wire = wire()
+    assert rank_wire.late() is None
     for number, work in enumerate(works):
-        own.wait(DeviceTransfer(work, f"0F{number}"))
+        rank_wire.wait(DeviceTransfer(work, f"0F{number}"))
     clock[0] = 104.0
-    assert own.late() is None
+    assert rank_wire.late() is None
     over[0] = True
-    assert own.late() is None
+    assert rank_wire.late() is None
     clock[0] = 108.0
-    assert own.late() is None, "the first has come at 104"
+    assert rank_wire.late() is None, "the first has come at 104"
     clock[0] = 109.5
-    assert own.late() == "0F1"
+    assert rank_wire.late() == "0F1"
     over[1] = True
-    assert own.late() is None
+    assert rank_wire.late() is None
 
 
 def test_torchs_watchdog_is_never_sooner_than_the_deadline():
@@ -171,10 +171,10 @@ def test_tensors_without_elements_are_not_sent_over_a_communicator(monkeypatch):
     work = SimpleNamespace(wait=lambda: None, is_completed=lambda: True)
     monkeypatch.setattr(dist, "isend", lambda tensor, **_: sent.append(tensor.shape) or work)
     group = SimpleNamespace()
-    own = wire(groups={(Link(0, 1), False): group})
-    own.store = Store()
+    rank_wire = wire(groups={(Link(0, 1), False): group})
+    rank_wire.store = Store()
     row = Payload.row([torch.empty(0, dtype=torch.uint8), torch.ones(2)])
-    DistributedTransport(own).send(1, Message(Kind.E, 0, 0), row, "form")
+    DistributedTransport(rank_wire).send(1, Message(Kind.E, 0, 0), row, "form")
     assert sent == [(2,)]
 
 
@@ -218,7 +218,7 @@ def test_a_timeout_is_no_loss():
         """Raise what gloo raises."""
         raise RuntimeError("[/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 0ms")
 
-    own = wire()
-    own.deadline_s = 0.0
+    rank_wire = wire()
+    rank_wire.deadline_s = 0.0
     with pytest.raises(TransportTimeout):
-        own.wait(SimpleNamespace(wait=wait))
+        rank_wire.wait(SimpleNamespace(wait=wait))

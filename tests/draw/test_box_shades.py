@@ -41,7 +41,7 @@ def test_the_legend_explains_shades(name, stages, size, meaning):
 
 
 @pytest.mark.parametrize(
-    "source", [unit_timeline, lambda made: simulate_schedule(made, Costs(transfer=0.1))]
+    "source", [unit_timeline, lambda example: simulate_schedule(example, Costs(transfer=0.1))]
 )
 def test_every_other_batch_of_a_stream_has_the_second_shade(source):
     """A batch is found by the U that takes its gradient, also if replicas take turns with batches

@@ -43,7 +43,7 @@ class Reader(HTMLParser):
             self.cells[-1] += data
 
 
-def made():
+def timeline():
     return simulate_schedule(
         schedule("1f1b", stages=3, micro_batches=4), Costs(activation_bytes=1024)
     )
@@ -51,7 +51,7 @@ def made():
 
 def test_the_page_lists_every_rank_and_stage():
     """The drawing shows where time is spent; the tables have the numbers."""
-    cells = Reader(html([made()])).cells
+    cells = Reader(html([timeline()])).cells
     assert cells[:8] == ["0", "0", "12", "66.7 %", "33.3 %", "3.0 KiB", "2", "activations 3.0 KiB"]
     assert cells[-3:] == ["2", "2", "1"]
     assert len(cells) == 3 * 8 + 3 * 3
@@ -67,7 +67,7 @@ def test_memory_has_no_column_if_it_is_unknown():
 
 def test_the_page_needs_no_network_and_has_a_dark_side():
     """It is mailed, archived and opened behind firewalls."""
-    page = html([made()])
+    page = html([timeline()])
     assert not re.search(
         r"<link|src=|href=|@import|url\((?!#)|fetch\(|XMLHttpRequest|import\(", page
     )
@@ -77,7 +77,7 @@ def test_the_page_needs_no_network_and_has_a_dark_side():
 
 def test_title_and_note_are_escaped():
     """A title is text, even if it contains markup."""
-    page = html([replace(made(), title='</title><script>&"')], note="<b>&")
+    page = html([replace(timeline(), title='</title><script>&"')], note="<b>&")
     assert page.count("<script") == page.count("</script") == 2
     assert "&lt;b&gt;&amp;" in page
     assert "&lt;/title&gt;&lt;script&gt;&amp;&quot;, simulated" in page
@@ -131,14 +131,14 @@ def test_pairs_slices_and_shades_reach_the_figure():
 
 def test_readers_without_scripts_get_the_still_figure():
     """Mail programs and code hosts run none."""
-    page = html([made()])
+    page = html([timeline()])
     assert "<svg" in page.partition('<div class="still">')[2].partition("</div>")[0]
 
 
 def test_a_page_with_too_many_ops_has_a_static_figure_and_a_note(monkeypatch):
     """A browser could not open hundreds of megabytes of data."""
     monkeypatch.setattr(importlib.import_module("penstock.draw.html"), "MAX_VIEWER_OPS", 10)
-    page = html([made()])
+    page = html([timeline()])
     assert "<script" not in page
     assert "27 ops are too many for a figure that zooms" in page
     assert page.count("<svg") == 1

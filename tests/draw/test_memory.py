@@ -11,7 +11,7 @@ from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import simulate_schedule
 
 
-def made(**costs):
+def timeline(**costs):
     return simulate_schedule(schedule("1f1b", stages=3, micro_batches=4), Costs(**costs))
 
 
@@ -32,14 +32,14 @@ def test_an_interval_without_a_change_keeps_its_memory():
 
 def test_one_step_per_moment():
     """A release and an allocation at the same time would be drawn as a notch that never existed."""
-    for curve in memory_steps(made(activation_bytes=1024)):
+    for curve in memory_steps(timeline(activation_bytes=1024)):
         assert (np.diff(curve.seconds) > 0).all()
-    assert memory_steps(made()) is None
+    assert memory_steps(timeline()) is None
 
 
 def test_holders_stand_largest_first_with_their_bytes():
     """At a peak, the first question is what occupies the memory."""
-    both = made(activation_bytes=1024, weight_bytes=2048)
+    both = timeline(activation_bytes=1024, weight_bytes=2048)
     assert holders_at_peak(both, 0) == [("activations", 3072), ("weights", 2048)]
     assert holder_text(both, 2) == "weights 2.0 KiB, activations 1.0 KiB"
-    assert holder_text(made(), 0) == ""
+    assert holder_text(timeline(), 0) == ""

@@ -55,7 +55,7 @@ def words(root):
     sizes = dict(
         re.findall(r"\.penstock \.(\w)\{font-size:([\d.]+)px", root.find(f"{NAMESPACE}style").text)
     )
-    found = []
+    labels = []
     for group, dy in [(root, 0.0), *((g, shift(g)[1]) for g in root.iter(f"{NAMESPACE}g"))]:
         for text in group.findall(f"{NAMESPACE}text"):
             classes = text.get("class").split()
@@ -66,8 +66,8 @@ def words(root):
             left = x - (
                 wide if "e" in classes else wide / 2 if {"n", "o", "m", "c"} & set(classes) else 0
             )
-            found.append((text.text, left, left + wide, y))
-    return found
+            labels.append((text.text, left, left + wide, y))
+    return labels
 
 
 def shift(group):

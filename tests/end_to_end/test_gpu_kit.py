@@ -363,7 +363,7 @@ def measure(section):
 
 
 @pytest.mark.parametrize(
-    ("found", "better", "verdict"),
+    ("value", "better", "verdict"),
     [
         (4.5, "lower", "as expected"),
         (3.0, "lower", "better"),
@@ -377,9 +377,9 @@ def measure(section):
         (True, "lower", "missing"),
     ],
 )
-def test_verdicts(kit, found, better, verdict):
+def test_verdicts(kit, value, better, verdict):
     """Prediction beside measurement, in one word."""
-    assert kit.expected.verdict_of(found, 4.0, 5.0, better) == verdict
+    assert kit.expected.verdict_of(value, 4.0, 5.0, better) == verdict
 
 
 def test_a_known_gpu_has_a_column_and_an_unknown_one_has_none(kit):

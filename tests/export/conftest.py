@@ -15,24 +15,28 @@ def plan_of():
     keyword.
     """
 
-    def make(made, lengths, names=NAMES, *, batch=None, **fields):
-        own = {"synchronous": made.stream is None, "stream": made.stream, "slicing": made.slicing}
-        own["weights"] = "flush" if made.stream is None else made.stream.weights
-        found = Plan(
+    def make(example, lengths, names=NAMES, *, batch=None, **fields):
+        weight_fields = {
+            "synchronous": example.stream is None,
+            "stream": example.stream,
+            "slicing": example.slicing,
+        }
+        weight_fields["weights"] = "flush" if example.stream is None else example.stream.weights
+        plan = Plan(
             "abc",
             names,
             tuple(lengths),
-            made.name,
-            made.lines,
-            made.micro_batches,
-            batch or 2 * made.micro_batches,
+            example.name,
+            example.lines,
+            example.micro_batches,
+            batch or 2 * example.micro_batches,
             "4xA",
             64,
-            Prediction(0.5, 0.2, (1,) * made.ranks, 32.0, 0.9),
-            made.options,
-            **{**own, **fields},
+            Prediction(0.5, 0.2, (1,) * example.ranks, 32.0, 0.9),
+            example.options,
+            **{**weight_fields, **fields},
         )
-        found.check()
-        return found
+        plan.check()
+        return plan
 
     return make

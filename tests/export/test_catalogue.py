@@ -53,7 +53,7 @@ def test_pipelines_side_by_side_have_one_csv(plan_of):
 
 @pytest.mark.parametrize("library", PLAYS_BATCHES)
 @pytest.mark.parametrize(
-    ("made", "message"),
+    ("example", "message"),
     [
         (schedule("1f1b", 4, 4, replicas=(2, 1, 1, 1)), "its stages have 2, 1, 1, 1 ranks"),
         (
@@ -72,11 +72,11 @@ def test_pipelines_side_by_side_have_one_csv(plan_of):
     ids=["copies", "two ways", "asynchronous", "unequal pipelines"],
 )
 def test_a_plan_that_a_library_cannot_run_is_refused_with_the_reason(
-    plan_of, library, made, message
+    plan_of, library, example, message
 ):
     """A form that leaves this out in silence would train something else, or a quarter of it."""
     with pytest.raises(PlanError, match=rf"cannot run this plan\n.*{message}"):
-        export(plan_of(made, LINEAR), library)
+        export(plan_of(example, LINEAR), library)
 
 
 @pytest.mark.parametrize("library", [name for name in PLAYS_BATCHES if name != "torchgpipe"])

@@ -28,7 +28,7 @@ def parsed(layout: str) -> list[str]:
 
     def sequence(closing: str) -> str:
         nonlocal place
-        found = ""
+        letters = ""
         while place < len(text) and text[place] != closing:
             letter, place = text[place], place + 1
             if letter == "(":
@@ -36,11 +36,11 @@ def parsed(layout: str) -> list[str]:
                 group = sequence(")")
                 assert place < len(text), f"a group without an end: {layout}"
                 place += 1
-                found += group * number()
+                letters += group * number()
             else:
                 assert letter in "EtmL|", f"{letter!r} in {layout}"
-                found += letter * number()
-        return found
+                letters += letter * number()
+        return letters
 
     return sequence("").split("|")
 
@@ -156,7 +156,7 @@ def test_the_embedding_and_the_head_may_be_separate_stages(plan_of):
 
 
 @pytest.mark.parametrize(
-    ("made", "lengths"),
+    ("example", "lengths"),
     [
         (schedule("1f1b", 4, 8), (4, 4, 4, 3)),
         (schedule("interleaved", 8, 8), (2, 2, 2, 2, 2, 2, 1, 2)),
@@ -164,18 +164,21 @@ def test_the_embedding_and_the_head_may_be_separate_stages(plan_of):
     ],
     ids=["cut evenly", "interleaved", "embedding alone"],
 )
-def test_megatron_itself_builds_the_plans_layers_on_every_rank(plan_of, made, lengths):
+def test_megatron_itself_builds_the_plans_layers_on_every_rank(plan_of, example, lengths):
     """Its parser, validator and offsets are used if it is installed."""
     theirs = pytest.importorskip(
         "megatron.core.transformer.pipeline_parallel_layer_layout", exc_type=ImportError
     )
-    planned = plan_of(made, lengths)
-    layout = theirs.PipelineParallelLayerLayout(export(planned, "megatron"), made.ranks)
+    planned = plan_of(example, lengths)
+    layout = theirs.PipelineParallelLayerLayout(export(planned, "megatron"), example.ranks)
     layout.validate_layer_layout(12, None)
-    for rank, stages in enumerate(made.stages_of_rank):
+    for rank, stages in enumerate(example.stages_of_rank):
         for virtual, stage in enumerate(stages):
             start, end = planned.bounds[stage]
             kinds = [kind.name for kind in layout.layout[rank][virtual]]
             blocks = [name for name in planned.layer_names[start:end] if name.startswith("blocks")]
             assert kinds.count("decoder") == len(blocks)
-            assert ("embedding" in kinds, "loss" in kinds) == (stage == 0, stage == made.stages - 1)
+            assert ("embedding" in kinds, "loss" in kinds) == (
+                stage == 0,
+                stage == example.stages - 1,
+            )

@@ -33,9 +33,9 @@ def test_depths_are_those_that_pipedreams_runtime_would_choose(plan_of, replicas
     assert [
         len(content["stage_to_rank_map"][str(stage)]) for stage in range(len(replicas))
     ] == list(replicas)
-    assert sorted(rank for own in content["stage_to_rank_map"].values() for rank in own) == list(
-        range(ranks)
-    )
+    assert sorted(
+        rank for ranks in content["stage_to_rank_map"].values() for rank in ranks
+    ) == list(range(ranks))
     assert content["module_to_stage_map"] == [*range(len(replicas)), len(replicas) - 1]
 
 

@@ -11,10 +11,10 @@ from penstock.schedule.op import Schedule
 LAYERS = tuple(f"l{i}" for i in range(8))
 
 
-def even(made: Schedule) -> list[int]:
+def even(example: Schedule) -> list[int]:
     """As many layers in every stage as go."""
-    each = 8 // made.stages
-    return [each] * (made.stages - 1) + [8 - each * (made.stages - 1)]
+    length = 8 // example.stages
+    return [length] * (example.stages - 1) + [8 - length * (example.stages - 1)]
 
 
 @settings(max_examples=60, deadline=None)
@@ -33,17 +33,17 @@ def even(made: Schedule) -> list[int]:
         ]
     ),
     count=st.integers(1, 4),
-    each=st.sampled_from([8, 12]),
+    per_pipeline=st.sampled_from([8, 12]),
 )
-def test_one_of_several_pipelines_is_the_replicated_schedule(plan_of, name, count, each):
+def test_one_of_several_pipelines_is_the_replicated_schedule(plan_of, name, count, per_pipeline):
     """The export must be the schedule of one process group, with its numbering."""
     example = schedule(
         name,
         8 if name in ("interleaved", "zb-v", "v-half", "dualpipe-v") else 4,
-        each * count,
+        per_pipeline * count,
         replicas=count,
     )
-    alone = schedule(name, example.stages, each)
+    alone = schedule(name, example.stages, per_pipeline)
     pipelines = pipelines_of(plan_of(example, even(example), LAYERS))
     assert pipelines.count == count
     assert pipelines.schedule.programs == alone.programs
@@ -80,7 +80,7 @@ def test_placements_are_distinguished(plan_of):
 
 
 @pytest.mark.parametrize(
-    "made",
+    "example",
     [
         schedule("chimera", 4, 4),
         schedule("dualpipe", 4, 8),
@@ -92,9 +92,9 @@ def test_placements_are_distinguished(plan_of):
     ],
     ids=["chimera", "dualpipe", "gems", "hybrid", "2 and 3", "7 on 2", "stream"],
 )
-def test_other_replicas_are_not_exported_as_parallel_pipelines(plan_of, made):
+def test_other_replicas_are_not_exported_as_parallel_pipelines(plan_of, example):
     """The exported run would do other work."""
-    chosen_plan = plan_of(made, even(made), LAYERS)
+    chosen_plan = plan_of(example, even(example), LAYERS)
     assert pipelines_of(chosen_plan) is None
     assert why_not_pipelines(chosen_plan).startswith(
         (

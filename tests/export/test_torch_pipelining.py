@@ -35,8 +35,8 @@ def test_torchs_splitter_makes_the_plans_stages(plan_of):
     value = x
     for stage, names in enumerate(facts["modules_of_stage"]):
         traced = pipe.get_stage_module(stage)
-        found = {key.split(".")[0] for key, _ in traced.named_parameters()}
-        assert found == {name for name in names if list(model.get_submodule(name).parameters())}
+        prefixes = {key.split(".")[0] for key, _ in traced.named_parameters()}
+        assert prefixes == {name for name in names if list(model.get_submodule(name).parameters())}
         value = (
             traced(value)
             if stage == 0
@@ -48,7 +48,7 @@ def test_torchs_splitter_makes_the_plans_stages(plan_of):
 
 
 @pytest.mark.parametrize(
-    ("made", "lengths"),
+    ("example", "lengths"),
     [
         (schedule("1f1b", 2, 4), (5, 2)),
         (schedule("zb-v", 4, 4), (1, 3, 1, 2)),
@@ -57,21 +57,21 @@ def test_torchs_splitter_makes_the_plans_stages(plan_of):
     ids=["uneven cut", "stages in a v", "two pipelines"],
 )
 def test_torch_trains_from_the_exported_folder_with_the_same_gradients(
-    plan_of, tmp_path, made, lengths
+    plan_of, tmp_path, example, lengths
 ):
     """Two real ranks build their stages by the names, load the schedule, and take a step: that is
     all that a user has.
     """
-    export(plan_of(made, lengths, NAMES), "torch", tmp_path / "plan")
-    found: dict = {}
+    export(plan_of(example, lengths, NAMES), "torch", tmp_path / "plan")
+    gradients: dict = {}
     for rank in launch(play, 2, tmp_path / "plan", threads=1):
         for name, gradient in rank.items():
-            found[name] = found.get(name, 0) + gradient
-    model, (x, y) = small_model(), batch(2 * made.micro_batches)
+            gradients[name] = gradients.get(name, 0) + gradient
+    model, (x, y) = small_model(), batch(2 * example.micro_batches)
     functional.cross_entropy(model(x), y).backward()
-    assert found.keys() == dict(model.named_parameters()).keys()
+    assert gradients.keys() == dict(model.named_parameters()).keys()
     for name, parameter in model.named_parameters():
-        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-10, atol=1e-12)
 
 
 def test_the_file_has_the_stages_micro_batches_and_pipelines_of_the_plan(plan_of):
@@ -97,15 +97,15 @@ def test_the_file_has_the_stages_micro_batches_and_pipelines_of_the_plan(plan_of
 
 
 @pytest.mark.parametrize(
-    ("made", "message"),
+    ("example", "message"),
     [
         (schedule("bpipe", 4, 8), "hands activations to another rank"),
         (schedule("autopipe", 4, 8), "cuts micro-batches along samples"),
     ],
 )
-def test_what_the_csv_cannot_say_is_refused_with_its_reason(plan_of, made, message):
+def test_what_the_csv_cannot_say_is_refused_with_its_reason(plan_of, example, message):
     """A plan without its schedule would be half of it."""
     with pytest.raises(
         PlanError, match=f"torch.distributed.pipelining cannot run this plan\n.*{message}"
     ):
-        export(plan_of(made, (2, 2, 2, 1), NAMES), "torch")
+        export(plan_of(example, (2, 2, 2, 1), NAMES), "torch")

@@ -112,8 +112,8 @@ def test_torchtitan_itself_makes_the_plans_stages(plan_of):
         json.loads(export(chosen_plan, "torchtitan")), chosen_plan.bounds, strict=True
     ):
         stage = theirs._split_module(model, part)
-        kept = {name for name, _ in stage.named_modules() if name in names}
-        assert kept == set(names[start:end])
+        stage_names = {name for name, _ in stage.named_modules() if name in names}
+        assert stage_names == set(names[start:end])
         value = stage(value)
     torch.testing.assert_close(value, model(x))
 

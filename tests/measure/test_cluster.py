@@ -20,7 +20,7 @@ from penstock.ranks.processes.launch import launch
 
 
 @pytest.fixture(scope="module")
-def found():
+def results():
     """What each of the three found."""
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
     try:
@@ -43,30 +43,30 @@ def _measure():
     return measured, steps
 
 
-def test_all_ranks_find_the_same(found):
+def test_all_ranks_find_the_same(results):
     """Each plans for itself, and all must make the same plan."""
-    assert found[0][0] == found[1][0] == found[2][0]
+    assert results[0][0] == results[1][0] == results[2][0]
 
 
-def test_what_is_found_is_a_cluster_of_hosts(found, tmp_path):
+def test_what_is_found_is_a_cluster_of_hosts(results, tmp_path):
     """Hosts are nodes; the file is what `penstock plan` reads."""
-    measured_cluster = found[0][0].cluster
+    measured_cluster = results[0][0].cluster
     assert [measured_cluster.node(rank) for rank in range(3)] == [0, 0, 1]
     assert measured_cluster.kinds == ("cpu",)
     measured_cluster.save(tmp_path / "lab.yaml")
     assert cluster(tmp_path / "lab.yaml") == measured_cluster
 
 
-def test_every_figure_is_sane(found):
+def test_every_figure_is_sane(results):
     """Above 0, and no faster than any machine."""
-    for device in found[0][0].cluster.devices:
+    for device in results[0][0].cluster.devices:
         assert {dtype for dtype, _ in device.flops} == {"float32", "bfloat16"}
         assert all(1e6 < peak < 1e16 for _, peak in device.flops)
         assert 1e6 < device.memory_bytes_per_s < 1e14
         assert 0 < device.launch_s < 1
         assert device.memory_bytes > 2**20
         assert device.together >= 1
-    for pair in found[0][0].pairs:
+    for pair in results[0][0].pairs:
         # Between hosts, sizes end with the first that takes long.
         count = len(SIZES) if (pair.a, pair.b) == (0, 1) else len(pair.times.sizes)
         assert pair.times.sizes == SIZES[: max(count, 2)]
@@ -74,9 +74,9 @@ def test_every_figure_is_sane(found):
         assert pair.times.both_ways >= 1
 
 
-def test_links_are_those_of_their_pairs(found):
+def test_links_are_those_of_their_pairs(results):
     """One pair is inside a host, two are between hosts."""
-    measured_cluster = found[0][0]
+    measured_cluster = results[0][0]
     assert [(pair.a, pair.b) for pair in measured_cluster.pairs] == [(0, 1), (0, 2), (1, 2)]
     assert measured_cluster.cluster.link(0, 1).bandwidth_bytes_per_s == pytest.approx(
         measured_cluster.pairs[0].fit.bandwidth_bytes_per_s, rel=1e-3
@@ -88,9 +88,9 @@ def test_links_are_those_of_their_pairs(found):
     assert measured_cluster.cluster.between.bandwidth_bytes_per_s == pytest.approx(slower, rel=1e-3)
 
 
-def test_progress_counts_to_the_end(found):
+def test_progress_counts_to_the_end(results):
     """A bar that stops short, or runs over, looks like a fault."""
-    steps = found[0][1]
+    steps = results[0][1]
     assert [done for done, _, _ in steps] == list(range(steps[0][1] + 1))
 
 

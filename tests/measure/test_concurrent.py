@@ -135,7 +135,9 @@ def test_hosts_that_are_not_equally_fast_have_devices_of_different_names():
     devices = [Device(name, 10) for name in ("cpu", "cpu", "cpu", "V100")]
     named = name_by_kind(devices, [1e9, 3e9, 1.1e9, 5e9])
     assert [device.name for device in named] == ["cpu-0", "cpu-1", "cpu-0", "V100"]
-    assert [each.name for each in name_by_kind(devices, [1e9, 1e9, 1.1e9, 5e9])][:3] == ["cpu"] * 3
+    assert [device.name for device in name_by_kind(devices, [1e9, 1e9, 1.1e9, 5e9])][:3] == [
+        "cpu"
+    ] * 3
 
 
 def test_a_process_that_is_alone_is_told_how_to_have_company():

@@ -406,11 +406,11 @@ def test_a_traced_model_is_measured_and_counted_by_what_crosses_its_boundaries()
     traced = chain(Skipping(), inputs)
     measured = profile(traced, inputs, sizes=[2, 4], repeats=1)
     counted = analytic(traced, inputs, "V100")
-    for found in (measured, counted):
-        assert [layer.name for layer in found.layers] == ["first", "second", "third"]
-        assert [layer.output_bytes_per_sample for layer in found.layers] == [24.0, 24.0, 8.0]
-        assert [layer.parameters for layer in found.layers] == [30, 42, 14]
-        assert found.fingerprint == traced.fingerprint
+    for result in (measured, counted):
+        assert [layer.name for layer in result.layers] == ["first", "second", "third"]
+        assert [layer.output_bytes_per_sample for layer in result.layers] == [24.0, 24.0, 8.0]
+        assert [layer.parameters for layer in result.layers] == [30, 42, 14]
+        assert result.fingerprint == traced.fingerprint
     value = inputs
     for index, module in enumerate(traced.modules[:-1]):
         value = module(value)

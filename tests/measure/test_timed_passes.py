@@ -90,7 +90,7 @@ def test_the_loss_counts_with_the_last_layer_and_its_output_is_still_the_layers(
         layer.output_bytes_per_sample for layer in plain
     ]
     saved_bytes, saved_bytes_with_loss = (
-        sum(layer.activation_bytes_per_sample for layer in found) for found in (plain, with_loss)
+        sum(layer.activation_bytes_per_sample for layer in layers) for layers in (plain, with_loss)
     )
     assert saved_bytes_with_loss == saved_bytes + 2 * 8 * 4, (
         "mean squared error keeps what it compares"

@@ -259,12 +259,12 @@ def test_a_missing_field_is_refused(tmp_path):
         Profile.load(path)
 
 
-@pytest.mark.parametrize("kept", [0, 1, 200, -3])
-def test_a_truncated_file_is_refused(tmp_path, kept):
+@pytest.mark.parametrize("length", [0, 1, 200, -3])
+def test_a_truncated_file_is_refused(tmp_path, length):
     """The disk was full, or the copy was cut short."""
     path = tmp_path / "p.json"
     PROFILE.save(path)
-    path.write_text(path.read_text()[:kept])
+    path.write_text(path.read_text()[:length])
     with pytest.raises(FileError, match="is not JSON"):
         Profile.load(path)
 

@@ -32,9 +32,13 @@ def profiles(draw: Callable, least: int = 2, most: int = 8, simple: bool = True)
     fixed = draw(st.sampled_from([0.0, 1e-3]))
 
     def layer(i: int) -> LayerProfile:
-        own = draw(seconds)
-        parts = (2 * own, own, own) if simple else (draw(seconds), draw(seconds), draw(seconds))
-        lines = [timing(fixed * part / own, part) for part in (own, *parts)]
+        forward = draw(seconds)
+        parts = (
+            (2 * forward, forward, forward)
+            if simple
+            else (draw(seconds), draw(seconds), draw(seconds))
+        )
+        lines = [timing(fixed * part / forward, part) for part in (forward, *parts)]
         parameters = draw(st.sampled_from([0, 100, 10_000]))
         return LayerProfile(
             f"l{i}",
@@ -92,13 +96,13 @@ def unlike(draw: Callable, profile: Profile) -> dict[str, Profile]:
 
     layers = tuple(
         replace(
-            each,
-            forward=paced(each.forward, pace),
-            backward=paced(each.backward, pace),
-            input_grad=paced(each.input_grad, pace),
-            weight_grad=paced(each.weight_grad, pace),
+            layer,
+            forward=paced(layer.forward, pace),
+            backward=paced(layer.backward, pace),
+            input_grad=paced(layer.input_grad, pace),
+            weight_grad=paced(layer.weight_grad, pace),
         )
-        for each, pace in zip(profile, paces, strict=True)
+        for layer, pace in zip(profile, paces, strict=True)
     )
     return {"fast": profile, "slow": replace(profile, layers=layers)}
 
@@ -110,8 +114,8 @@ def cuts(layers: int, stages: int) -> st.SearchStrategy[tuple[int, ...]]:
         if layers > 1
         else st.just([])
     )
-    ends = inner.map(lambda found: [0, *sorted(found), layers])
-    return ends.map(lambda found: tuple(b - a for a, b in pairwise(found)))
+    ends = inner.map(lambda edges: [0, *sorted(edges), layers])
+    return ends.map(lambda edges: tuple(b - a for a, b in pairwise(edges)))
 
 
 def plan(profile: Profile, cluster: Cluster, batch: int, **options: object) -> Plan:

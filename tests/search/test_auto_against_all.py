@@ -38,12 +38,12 @@ def test_auto_is_never_slower_than_any_planner_of_the_literature(profile, on, ba
         return
     assert auto.step_s <= results[0].step_s
     assert auto.plan.predicted.lower_bound_s <= results[0].step_s * (1 + 1e-9)
-    for made in (result.plan for result in results if result.plan is not None):
-        made.check()
-        predicted, timeline = made.predicted, simulate_plan(made, profile, on)
+    for chosen_plan in (result.plan for result in results if result.plan is not None):
+        chosen_plan.check()
+        predicted, timeline = chosen_plan.predicted, simulate_plan(chosen_plan, profile, on)
         assert predicted.peak_memory == timeline.peak_memory
-        assert not made.synchronous or predicted.step_s == timeline.makespan
-        devices = made.devices or range(made.ranks)
+        assert not chosen_plan.synchronous or predicted.step_s == timeline.makespan
+        devices = chosen_plan.devices or range(chosen_plan.ranks)
         assert all(
             held <= on.devices[at].memory_bytes
             for held, at in zip(predicted.peak_memory, devices, strict=True)
@@ -159,7 +159,7 @@ def test_a_named_stream_s_own_planner_counts(profile_of):
     is weighed.
     """
     profile, on = profile_of([1.0, 3.0, 1.0, 2.0, 1.0]), cluster_of(4, 1e-3, 1e4)
-    (auto, own) = (
+    (auto, pipedream) = (
         search(
             profile,
             on,
@@ -171,7 +171,7 @@ def test_a_named_stream_s_own_planner_counts(profile_of):
         )
         for name, flag in (("auto", False), ("pipedream", True))
     )
-    assert auto.predicted.step_s <= own.predicted.step_s * (1 + CLOSE)
+    assert auto.predicted.step_s <= pipedream.predicted.step_s * (1 + CLOSE)
 
 
 #: Schedules with one and with several stages on a rank, whole and split backwards.

@@ -11,7 +11,7 @@ from penstock.simulate.steady_state import steady
 
 
 @pytest.mark.parametrize(
-    ("made", "costs", "expected"),
+    ("example", "costs", "expected"),
     [
         (schedule("gpipe", 2, 16), Costs([1, 3]), "compute of stage 1, 98% of the step"),
         (schedule("gpipe", 4, 2), Costs(1), "bubble, 60% of the step"),
@@ -19,9 +19,9 @@ from penstock.simulate.steady_state import steady
         (schedule("naive", 1, 1), Costs(1), "compute of stage 0, 100% of the step"),
     ],
 )
-def test_the_dearest_thing_is_named(made, costs, expected):
+def test_the_dearest_thing_is_named(example, costs, expected):
     """Compute asks for a better cut, a link for another boundary, bubble for more micro-batches."""
-    assert describe_bottleneck(simulate_schedule(made, costs)) == expected
+    assert describe_bottleneck(simulate_schedule(example, costs)) == expected
 
 
 def test_a_timeline_without_time_is_bound_by_nothing():
@@ -30,7 +30,7 @@ def test_a_timeline_without_time_is_bound_by_nothing():
 
 
 @pytest.mark.parametrize(
-    ("made", "costs", "expected"),
+    ("example", "costs", "expected"),
     [
         (schedule("pipedream", 2, 1), Costs([1, 3]), "compute of stage 1, 100% of the step"),
         (
@@ -41,9 +41,9 @@ def test_a_timeline_without_time_is_bound_by_nothing():
         (schedule("pipedream", 2, 1, warm_up=(1, 1)), Costs(1), "bubble, 50% of the step"),
     ],
 )
-def test_of_a_stream_the_steady_state_is_looked_at(made, costs, expected):
+def test_of_a_stream_the_steady_state_is_looked_at(example, costs, expected):
     """Filling and draining are over once; both directions of a link may be busy at the same time."""
-    steady_state = steady(made, costs)
+    steady_state = steady(example, costs)
     assert (
         describe_bottleneck(
             steady_state.timeline, steady_state.batches * steady_state.seconds_per_batch

@@ -128,7 +128,7 @@ def test_the_table_begins_with_the_plan_and_is_no_longer_than_a_screen(profile_o
 def test_devices_are_told_where_they_are_not_simply_the_first(profile_of):
     """Empty means rank r on device r."""
     request = PlanRequest(profile_of([1.0] * 4), FOUR, 16)
-    for devices, told in (
+    for devices, expected in (
         ((), ()),
         ((0, 1), ()),
         ((0, 1, 2, 3), ()),
@@ -136,7 +136,7 @@ def test_devices_are_told_where_they_are_not_simply_the_first(profile_of):
         ((1, 0, 2), (1, 0)),
     ):
         chosen_plan = plan_proposal(request, Proposal((2, 2), "1f1b", 4, devices=devices))
-        assert chosen_plan.devices == told
+        assert chosen_plan.devices == expected
         chosen_plan.check()
 
 

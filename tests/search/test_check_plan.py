@@ -38,7 +38,7 @@ def a_plan(request, **options):
 
 
 @pytest.mark.parametrize(
-    ("asked", "told"),
+    ("asked", "message"),
     [
         ({"stages": 1}, "stages: 2 in the plan, 1 requested"),
         ({"micro_batches": 8}, "micro_batches: 4 in the plan, 8 requested"),
@@ -48,10 +48,10 @@ def a_plan(request, **options):
         ({"memory_limit": 10}, "memory: rank 0 needs .*, and may hold 10 B on device 0"),
     ],
 )
-def test_a_plan_that_is_not_what_was_asked_is_refused(request_of, asked, told):
+def test_a_plan_that_is_not_what_was_asked_is_refused(request_of, asked, message):
     """Each field by itself, with the planner's name and both values."""
     chosen_plan = a_plan(request_of())
-    with pytest.raises(PlanError, match=rf"planner 'mine' returned a plan.*:\n  .*{told}"):
+    with pytest.raises(PlanError, match=rf"planner 'mine' returned a plan.*:\n  .*{message}"):
         checked_plan(chosen_plan, request_of(**asked), "mine")
 
 

@@ -44,19 +44,19 @@ def slowest(request, places, lengths, samples):
 @given(st.data(), profiles(2, 7, simple=False), clusters(5, memory=(10**12,)), st.integers(1, 16))
 def test_the_slowest_stage_or_link_is_as_fast_as_any_cut_makes_it(data, profile, on, batch):
     """On unlike devices and links, several stages on one rank too."""
-    given = data.draw(unlike(profile)) if len(on.kinds) > 1 else profile
-    request = PlanRequest(given, on, batch)
+    kind_profiles = data.draw(unlike(profile)) if len(on.kinds) > 1 else profile
+    request = PlanRequest(kind_profiles, on, batch)
     stages = data.draw(st.integers(1, min(len(profile), 4)))
     places = tuple(
         data.draw(st.lists(st.integers(0, on.ranks - 1), min_size=stages, max_size=stages))
     )
     micro_batches = data.draw(st.integers(1, batch))
-    found = cut(request, places, micro_batches, "time")
+    best_lengths = cut(request, places, micro_batches, "time")
     best = min(
         slowest(request, places, lengths, batch / micro_batches)
         for lengths in every_cut(len(profile), stages)
     )
-    assert slowest(request, places, found, batch / micro_batches) <= best * (1 + 1e-6)
+    assert slowest(request, places, best_lengths, batch / micro_batches) <= best * (1 + 1e-6)
 
 
 def test_stages_on_like_devices_have_the_seconds_of_these(profile_of):
@@ -101,11 +101,11 @@ def test_within_limits_the_slowest_is_as_fast_as_any_cut_that_fits(
         return True
 
     able = [lengths for lengths in every_cut(len(profile), stages) if fits(lengths)]
-    found = cut(request, places, micro_batches, "limits", in_flight)
-    assert (found is None) == (not able)
-    if found is not None:
+    best_lengths = cut(request, places, micro_batches, "limits", in_flight)
+    assert (best_lengths is None) == (not able)
+    if best_lengths is not None:
         best = min(slowest(request, places, lengths, 8 / micro_batches) for lengths in able)
-        assert slowest(request, places, found, 8 / micro_batches) <= best * (1 + 1e-6)
+        assert slowest(request, places, best_lengths, 8 / micro_batches) <= best * (1 + 1e-6)
 
 
 def test_the_cut_for_memory_evens_out_bytes(profile_of):

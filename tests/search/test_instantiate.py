@@ -135,11 +135,11 @@ def test_a_proposal_stands_on_the_devices_that_it_names(profile_of):
     """Stage 0 on the slow device, or on the quick one: the first case takes longer."""
     on = one_node(Device("fast", 10**9, flops=FAST), Device("slow", 10**9, flops=SLOW))
     request = PlanRequest(profile_of([2.0, 1.0]), on, 8)
-    found = {}
+    forward_s = {}
     for devices in ((), (0, 1), (1, 0)):
         placed = instantiate(request, Proposal((1, 1), "1f1b", 8, devices=devices))
-        found[devices] = placed.costs.forward
-    assert found == {(): (2, 1.5), (0, 1): (2, 1.5), (1, 0): (3, 1)}
+        forward_s[devices] = placed.costs.forward
+    assert forward_s == {(): (2, 1.5), (0, 1): (2, 1.5), (1, 0): (3, 1)}
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def test_as_little_is_recomputed_as_fits_or_what_was_asked(profile_of):
     profile = profile_of([1.0] * 4, parameters=100)
     proposal = Proposal((2, 2), "gpipe", 8)
 
-    def tried(limit, recompute="auto", own="auto"):
+    def tried(limit, recompute="auto", proposed="auto"):
         request = PlanRequest(
             profile,
             one_node(*(Device("d", 10**9),) * 2),
@@ -188,42 +188,42 @@ def test_as_little_is_recomputed_as_fits_or_what_was_asked(profile_of):
             memory_limit=limit,
             recompute=recompute,
         )
-        variants = evaluate(instantiate(request, replace(proposal, recompute=own)))
+        variants = evaluate(instantiate(request, replace(proposal, recompute=proposed)))
         return [(variant.recompute, bool(variant.memory_shortfall)) for variant in variants]
 
     assert tried(10**6) == [("never", False)]
     assert tried(2000)[0] == ("never", True)
     assert tried(2000)[-1][1] is False
     assert sorted(tried(100)) == sorted((recompute, True) for recompute in tuple(Recompute))
-    assert tried(10**6, own="always") == [("always", False)]
-    assert tried(10**6, recompute="except_last", own="always") == [("except_last", False)]
+    assert tried(10**6, proposed="always") == [("always", False)]
+    assert tried(10**6, recompute="except_last", proposed="always") == [("except_last", False)]
 
 
 def test_the_fullest_rank_is_the_one_with_the_least_room_for_what_it_holds(profile_of):
     """Not the one that holds most: memories differ."""
     on = one_node(Device("big", 10**6, flops=FAST), Device("small", 500, flops=FAST))
-    (found,) = evaluate(
+    (evaluated,) = evaluate(
         instantiate(
             PlanRequest(profile_of([1.0, 1.0], parameters=[1000, 100]), on, 1, recompute="never"),
             Proposal((1, 1), "gpipe", 1),
         )
     )
-    assert found.memory == (3100, 400)
-    assert not found.memory_shortfall
-    row = found.candidate
-    assert (row.peak_bytes, row.why, row.step_s) == (3100, found.bottleneck, found.step_s)
+    assert evaluated.memory == (3100, 400)
+    assert not evaluated.memory_shortfall
+    row = evaluated.candidate
+    assert (row.peak_bytes, row.why, row.step_s) == (3100, evaluated.bottleneck, evaluated.step_s)
     assert (row.lengths, row.micro_batches, row.weights) == ((1, 1), 1, "flush")
     on = replace(on, devices=(on.devices[0], Device("small", 300, flops=FAST)))
-    (found,) = evaluate(
+    (evaluated,) = evaluate(
         instantiate(
             PlanRequest(profile_of([1.0, 1.0], parameters=[1000, 100]), on, 1, recompute="never"),
             Proposal((1, 1), "gpipe", 1),
         )
     )
-    assert found.memory_shortfall == "needs 400 B, has 300 B on rank 1"
-    assert found.memory_ratio == 400 / 300
-    assert found.step_s == 0, "what does not fit is not simulated"
-    assert (found.candidate.why, found.bottleneck) == (found.memory_shortfall, "")
+    assert evaluated.memory_shortfall == "needs 400 B, has 300 B on rank 1"
+    assert evaluated.memory_ratio == 400 / 300
+    assert evaluated.step_s == 0, "what does not fit is not simulated"
+    assert (evaluated.candidate.why, evaluated.bottleneck) == (evaluated.memory_shortfall, "")
 
 
 @pytest.fixture

@@ -75,7 +75,7 @@ def test_an_optimizer_of_one_s_own_is_measured():
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "told"),
+    ("optimizer", "message"),
     [
         ("adm", "'adm' takes is not known. Did you mean 'adam'"),
         (-1, "optimizer=-1 is how many numbers it keeps for each parameter: it must be 0 or more"),
@@ -84,9 +84,9 @@ def test_an_optimizer_of_one_s_own_is_measured():
         (torch.optim.LBFGS, "could not make and step an optimizer over one parameter"),
     ],
 )
-def test_what_is_not_known_is_refused(optimizer, told):
+def test_what_is_not_known_is_refused(optimizer, message):
     """A guess would be memory that is not there."""
-    with pytest.raises(SettingError, match=told):
+    with pytest.raises(SettingError, match=message):
         optimizer_kind(optimizer)
 
 
@@ -100,8 +100,8 @@ def test_plans_hold_what_the_optimizer_keeps(profile_of):
         for optimizer in (None, "sgd", "momentum", "adam", 7)
     }
     held = {
-        key: dict(each.predicted.memory_parts[0]).get("optimizer", 0)
-        for key, each in plan_of.items()
+        key: dict(chosen_plan.predicted.memory_parts[0]).get("optimizer", 0)
+        for key, chosen_plan in plan_of.items()
     }
     assert held == {None: 1000, "sgd": 0, "momentum": 1000, "adam": 2000, 7: 7000}
     assert (plan_of["adam"].optimizer, plan_of["adam"].optimizer_states) == ("Adam", 2.0)

@@ -28,15 +28,15 @@ def on(ranks: int, memory: int = 10**12) -> Cluster:
     return Cluster("c", (Device("d", memory),) * ranks, 1, link, link)
 
 
-def way_of(request, **wanted):
+def way_of(request, **numbers):
     """The one way with these numbers."""
-    (found,) = (
+    (configuration,) = (
         way
         for way in SearchSpace(request, shapes(request)).configurations
-        if all(getattr(way, name, None) == value for name, value in wanted.items())
+        if all(getattr(way, name, None) == value for name, value in numbers.items())
         and way.shape.pipelines == 1
     )
-    return found
+    return configuration
 
 
 def test_what_cannot_win_is_not_simulated_unless_forced(profile_of):
@@ -97,7 +97,7 @@ def test_a_way_that_does_not_fit_is_cut_again_within_memory(profile_of):
     hunt = PlanSearch(request)
     candidate = hunt.evaluate_configuration(way_of(request, stages=2, micro_batches=2))
     assert candidate.placed.proposal.lengths in ((2, 2), (3, 1))
-    assert [each.placed.proposal.lengths for each in hunt.infeasible] == [(1, 3)]
+    assert [candidate.placed.proposal.lengths for candidate in hunt.infeasible] == [(1, 3)]
     assert hunt.infeasible[0].memory_shortfall
 
 
@@ -112,9 +112,9 @@ def test_whole_pipelines_that_do_not_fit_are_cut_again_too(profile_of):
         for way in SearchSpace(request, shapes(request)).configurations
         if way.shape.pipelines == 2
     )
-    found = PlanSearch(request).evaluate_configuration(way)
-    assert found.placed.schedule.ranks == 4
-    assert found.placed.proposal.lengths in ((2, 2), (3, 1))
+    evaluated = PlanSearch(request).evaluate_configuration(way)
+    assert evaluated.placed.schedule.ranks == 4
+    assert evaluated.placed.proposal.lengths in ((2, 2), (3, 1))
 
 
 def test_what_cannot_be_made_is_remembered_once(profile_of):
@@ -141,7 +141,7 @@ def test_a_search_ends_by_its_work_but_not_before_something_fits(profile_of):
 
 
 @pytest.mark.parametrize(
-    ("made", "expected"),
+    ("example", "expected"),
     [
         (schedule("1f1b", 4, 8), (4, 3, 2, 1)),
         (schedule("gpipe", 2, 8), (8, 8)),
@@ -151,11 +151,11 @@ def test_a_search_ends_by_its_work_but_not_before_something_fits(profile_of):
     ],
     ids=["1f1b", "gpipe", "copies", "split backwards", "slices"],
 )
-def test_micro_batches_in_flight_are_counted_per_stage_and_rank(made, expected):
+def test_micro_batches_in_flight_are_counted_per_stage_and_rank(example, expected):
     """What memory has to hold at once, until the last part of a backward; slices count by their
     share.
     """
-    assert max_in_flight(made) == expected
+    assert max_in_flight(example) == expected
 
 
 def test_a_search_in_which_nothing_fits_ends_by_its_work_as_well(profile_of):

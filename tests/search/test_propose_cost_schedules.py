@@ -36,8 +36,14 @@ def test_the_same_cut_gets_programs_of_its_own(profile_of):
         profile_of, PLAIN, Proposal((1, 3), "gpipe", 8, devices=(3, 1), recompute="always")
     )
     assert [
-        (each.schedule, each.lengths, each.micro_batches, each.devices, each.recompute)
-        for each in proposed
+        (
+            proposal.schedule,
+            proposal.lengths,
+            proposal.micro_batches,
+            proposal.devices,
+            proposal.recompute,
+        )
+        for proposal in proposed
     ] == [
         ("zb-auto", (2, 2), 4, (), "never"),
         ("zb-1p", (2, 2), 4, (), "never"),
@@ -45,7 +51,7 @@ def test_the_same_cut_gets_programs_of_its_own(profile_of):
         ("zb-1p", (1, 3), 8, (3, 1), "always"),
     ]
     hunt = PlanSearch(request)
-    assert all(hunt.evaluate(each, force=True) for each in proposed)
+    assert all(hunt.evaluate(proposal, force=True) for proposal in proposed)
 
 
 @pytest.mark.parametrize(
@@ -79,13 +85,13 @@ def test_with_time_enough_the_order_of_the_best_is_searched_within_its_memory(pr
         memory_limit=30_000,
         budget_s=SEARCHED_FROM_S,
     )
-    (searched,) = (each for each in proposed if each.schedule == "synthesised")
+    (searched,) = (proposal for proposal in proposed if proposal.schedule == "synthesised")
     assert searched.lengths == (2, 2)
     assert dict(searched.options)["memory_limit"] == (30_000 - 6000,) * 2
     again, _ = proposals(
         profile_of, Proposal((2, 2), "1f1b", 4, recompute="always"), budget_s=SEARCHED_FROM_S
     )
-    assert {each.schedule for each in again} == {"zb-auto", "zb-1p"}
+    assert {proposal.schedule for proposal in again} == {"zb-auto", "zb-1p"}
 
 
 def test_a_search_over_orders_is_proposed_only_where_it_can_explore_them(profile_of, monkeypatch):

@@ -83,7 +83,7 @@ def test_a_given_cut_gives_the_number_of_stages(profile_of):
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("numbers", "message"),
     [
         ({"batch": 2**20 + 1}, "a batch of 1,048,577 samples is more than 1,048,576"),
         ({"batch": True}, "batch is True; it must be a whole number"),
@@ -94,10 +94,10 @@ def test_a_given_cut_gives_the_number_of_stages(profile_of):
         ({"schedules": ()}, "schedules is empty"),
     ],
 )
-def test_numbers_out_of_range_are_refused_by_name(profile_of, given, message):
+def test_numbers_out_of_range_are_refused_by_name(profile_of, numbers, message):
     """Before anything is searched."""
     with pytest.raises(PlanError, match=message):
-        PlanRequest(profile_of([1.0] * 2), MIXED, **{"batch": 4, **given})
+        PlanRequest(profile_of([1.0] * 2), MIXED, **{"batch": 4, **numbers})
 
 
 def test_profiles_that_do_not_go_with_the_cluster_are_refused_when_asked(profile_of):

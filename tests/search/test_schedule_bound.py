@@ -57,9 +57,9 @@ def test_the_bound_of_split_backwards_lets_the_weights_part_run_beside_the_drain
     assert schedule_bound_s(result, costs) == 8 == simulate_schedule(result, costs).makespan
 
 
-def simulated_s(made: Schedule, costs: Costs) -> float:
+def simulated_s(example: Schedule, costs: Costs) -> float:
     """Seconds per step, or per batch of a stream."""
-    return steady(made, costs).seconds_per_batch
+    return steady(example, costs).seconds_per_batch
 
 
 @pytest.mark.parametrize(

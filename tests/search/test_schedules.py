@@ -33,10 +33,10 @@ def test_no_name_or_alias_stands_twice():
 @pytest.mark.parametrize("name", MADE)
 def test_facts_hold_for_the_schedule_that_is_made(name):
     """Planners choose by these facts without making the schedule."""
-    facts, made = schedules()[name], schedule(name, 2, 4, costs=Costs())
-    verify(made)
-    assert (made.name, made.stages, made.micro_batches) == (name, 2, 4)
-    assert made.synchronous == facts.synchronous
+    facts, example = schedules()[name], schedule(name, 2, 4, costs=Costs())
+    verify(example)
+    assert (example.name, example.stages, example.micro_batches) == (name, 2, 4)
+    assert example.synchronous == facts.synchronous
     assert facts.source
     assert facts.stages_per_rank
 

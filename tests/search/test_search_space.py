@@ -95,8 +95,8 @@ def test_no_more_stages_than_layers_and_no_more_micro_batches_than_samples(profi
 @given(st.data(), profiles(2, 6, simple=False), clusters(4), st.integers(1, 17), st.booleans())
 def test_no_cut_of_a_way_is_faster_than_its_bound(data, profile, on, batch, asynchronous):
     """Whatever is faster at which layer, on which device, split or whole."""
-    given = data.draw(unlike(profile)) if len(on.kinds) > 1 else profile
-    request = PlanRequest(given, on, batch, asynchronous=asynchronous)
+    kind_profiles = data.draw(unlike(profile)) if len(on.kinds) > 1 else profile
+    request = PlanRequest(kind_profiles, on, batch, asynchronous=asynchronous)
     space = SearchSpace(request, shapes(request))
     for way in data.draw(st.lists(st.sampled_from(space.configurations), max_size=6)):
         lengths = data.draw(cuts(len(profile), way.stages))
@@ -116,10 +116,10 @@ def test_devices_that_are_each_faster_at_some_layers_are_bound_by_the_faster_of_
     """1 s a layer where each stands on its own device, 10 on the other: the sums alone would say
     11.
     """
-    given = {"a": profile_of([1.0, 10.0]), "b": profile_of([10.0, 1.0])}
+    kind_profiles = {"a": profile_of([1.0, 10.0]), "b": profile_of([10.0, 1.0])}
     link = Link(0.0, 1e12)
     on = Cluster("c", (Device("a", 10**9), Device("b", 10**9)), 2, link, link)
-    request = PlanRequest(given, on, 16, ("gpipe",), max_replicas=1)
+    request = PlanRequest(kind_profiles, on, 16, ("gpipe",), max_replicas=1)
     (way,) = (
         way for way in ways(request) if way.micro_batches == 16 and way.shape.devices == (0, 1)
     )

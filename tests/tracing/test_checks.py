@@ -29,7 +29,9 @@ CHECKS = [
 def pipeline(model, example):
     return Pipeline(
         chain(model, example),
-        loss=lambda found, target: functional.cross_entropy(found.flatten(0, 1), target.flatten()),
+        loss=lambda output, target: functional.cross_entropy(
+            output.flatten(0, 1), target.flatten()
+        ),
         optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
         balance=[1, 1],
         schedule="1f1b",
@@ -92,7 +94,7 @@ def test_ctc_models_with_labels_train_as_plain_pytorch(kind, config):
     traced = chain(model, {"input_values": x, "labels": y})
     pipe = Pipeline(
         traced,
-        loss=lambda found, _: found["loss"],
+        loss=lambda outputs, _: outputs["loss"],
         optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
         balance=[5, len(traced) - 5],
         schedule="1f1b",

@@ -41,11 +41,11 @@ def costs_of(f: float, i: float, w: float, c: float = 0.0) -> Costs:
     return Costs(forward=f, input_grad=i, weight_grad=w, transfer=c)
 
 
-def most_held(made: Schedule, kept: float) -> list[float]:
+def most_held(example: Schedule, share: float) -> list[float]:
     """Per stage, the most micro-batches in memory, where W keeps `kept` of one."""
-    change = {Kind.F: 1.0, Kind.I: kept - 1, Kind.W: -kept, Kind.U: 0.0}
+    change = {Kind.F: 1.0, Kind.I: share - 1, Kind.W: -share, Kind.U: 0.0}
     peaks = []
-    for program in made.programs:
+    for program in example.programs:
         held = [0.0]
         for op in program:
             held.append(held[-1] + change[op.kind])
@@ -59,13 +59,13 @@ def test_the_papers_measured_times_give_the_papers_bubble_rates(heads, hidden, p
     test_zero_bubble.
     """
     costs = costs_of(*times)
-    kept = 32 * hidden / (34 * hidden + 5 * heads * 1024)
+    share = 32 * hidden / (34 * hidden + 5 * heads * 1024)
     for name, rate, limit in zip(("zb-1p", "zb-2p"), rates, (p, 2 * p), strict=True):
-        zero_bubble = schedule(name, p, m, costs=costs, kept_for_weight_grad=kept)
+        zero_bubble = schedule(name, p, m, costs=costs, kept_for_weight_grad=share)
         assert simulate_schedule(zero_bubble, costs).span_bubble_ratio == pytest.approx(
             rate, abs=5e-5
         ), name
-        assert max(most_held(zero_bubble, kept)) <= limit + 1e-6
+        assert max(most_held(zero_bubble, share)) <= limit + 1e-6
 
 
 @st.composite
@@ -74,8 +74,8 @@ def uneven(draw, most_transfer: float = 3.0) -> Costs:
     p = draw(st.integers(1, 7))
     seconds = st.floats(0.1, 3.0)
 
-    def row(each, count):
-        return draw(st.lists(each, min_size=count, max_size=count))
+    def row(element, count):
+        return draw(st.lists(element, min_size=count, max_size=count))
 
     hop = st.floats(0, most_transfer)
     return Costs(
@@ -93,15 +93,15 @@ def test_for_any_costs_it_is_sound_and_stays_in_any_memory(costs, m, data):
     """The limit is a promise: a micro-batch more, and a rank is out of memory."""
     p = len(costs.forward)
     limits = data.draw(st.lists(st.floats(1, 2.5 * p), min_size=p, max_size=p))
-    kept = data.draw(st.floats(0, 1))
+    share = data.draw(st.floats(0, 1))
     zero_bubble = schedule(
-        "zb-auto", micro_batches=m, costs=costs, memory_limit=limits, kept_for_weight_grad=kept
+        "zb-auto", micro_batches=m, costs=costs, memory_limit=limits, kept_for_weight_grad=share
     )
     check_split(zero_bubble)
     assert (zero_bubble.stages, zero_bubble.micro_batches) == (p, m)
     assert all(
         held <= limit + 1e-6
-        for held, limit in zip(most_held(zero_bubble, kept), limits, strict=True)
+        for held, limit in zip(most_held(zero_bubble, share), limits, strict=True)
     )
 
 

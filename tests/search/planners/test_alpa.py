@@ -61,15 +61,17 @@ def test_no_stages_on_submeshes_have_less_latency(blocks, where, room, count):
     if not everyone:  # some devices are left over then
         best = min(latency(request, count, *way, everyone=False) for way in ways)
     try:
-        found, refusal = alpa(request), ""
+        chosen_plan, refusal = alpa(request), ""
     except PlanError as error:
-        found, refusal = None, str(error)
-    if found is None:
+        chosen_plan, refusal = None, str(error)
+    if chosen_plan is None:
         assert best == math.inf or "nothing fits the memory" in refusal
         return
-    sizes = tuple(len(ranks) for ranks in found.schedule.ranks_of_stage)
-    assert found.objective.value == pytest.approx(best)
-    assert latency(request, count, found.lengths, sizes, everyone=everyone) == pytest.approx(best)
+    sizes = tuple(len(ranks) for ranks in chosen_plan.schedule.ranks_of_stage)
+    assert chosen_plan.objective.value == pytest.approx(best)
+    assert latency(request, count, chosen_plan.lengths, sizes, everyone=everyone) == pytest.approx(
+        best
+    )
 
 
 def test_submeshes_are_powers_of_two_in_a_node_or_whole_nodes():

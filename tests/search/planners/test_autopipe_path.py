@@ -42,8 +42,8 @@ def test_it_is_a_lower_bound_of_the_simulated_step(rows):
     nothing that is not there.
     """
     forward, backward = zip(*rows, strict=True)
-    found, real = critical_path(forward, backward).step_s, simulated(forward, backward)
-    assert found <= real * (1 + 1e-9)
+    predicted, real = critical_path(forward, backward).step_s, simulated(forward, backward)
+    assert predicted <= real * (1 + 1e-9)
 
 
 @settings(max_examples=100, deadline=None)

@@ -133,11 +133,11 @@ def test_split_layers_take_the_ideal_time_on_boards_of_different_speed(profile_o
     profile = profile_of([1e-3] * 5, output=0.001)
     cluster = cluster_of(2, kind="fpga", speeds=(1.0, 2.0))
     for way in ways(profile, cluster, 32, AS, micro_batches=8):
-        each = 1 / (3 / sum(profile.step_seconds(4)))
-        assert way.split_s == pytest.approx((8 + 2 - 1) * each, rel=1e-6)
+        micro_batch_s = 1 / (3 / sum(profile.step_seconds(4)))
+        assert way.split_s == pytest.approx((8 + 2 - 1) * micro_batch_s, rel=1e-6)
         assert way.split_s < way.step_s
     chosen_plan = plan(profile, cluster, 32, planner="bapipe", micro_batches=8)
-    assert chosen_plan.objective.value == pytest.approx((8 + 2 - 1) * each, rel=1e-6)
+    assert chosen_plan.objective.value == pytest.approx((8 + 2 - 1) * micro_batch_s, rel=1e-6)
     assert sum(chosen_plan.lengths) == 5
 
 

@@ -54,9 +54,9 @@ def test_with_fewer_boundaries_only_those_are_cut(seconds, data):
     layers = len(seconds[0])
     allowed = data.draw(st.lists(st.booleans(), min_size=layers, max_size=layers))
     every = [
-        each
-        for each in all_lengths(layers, len(seconds))
-        if all(allowed[end - 1] for end in list(accumulate(each))[:-1])
+        lengths
+        for lengths in all_lengths(layers, len(seconds))
+        if all(allowed[end - 1] for end in list(accumulate(lengths))[:-1])
     ]
     if not every:
         with pytest.raises(PlanError, match="places to cut"):
@@ -75,14 +75,14 @@ def test_through_layers_all_accelerators_are_busy_equally_long_and_none_longer_t
     seconds,
 ):
     """Intra-layer: the parts of all layers add up, each accelerator takes the same time."""
-    each, ends = fractional_cut(seconds)
+    stage_s, ends = fractional_cut(seconds)
     layers = len(seconds[0])
     assert ends[-1] == layers
     assert list(ends) == sorted(ends)
     for row, start, stop in zip(seconds, (0.0, *ends), ends, strict=False):
         work = sum(row[i] * max(0.0, min(i + 1, stop) - max(i, start)) for i in range(layers))
-        assert work == pytest.approx(each, rel=1e-6)
-    assert each <= max(stage_seconds(seconds, balanced_lengths(seconds))) * (1 + 1e-9)
+        assert work == pytest.approx(stage_s, rel=1e-6)
+    assert stage_s <= max(stage_seconds(seconds, balanced_lengths(seconds))) * (1 + 1e-9)
 
 
 @settings(max_examples=50, deadline=None)
@@ -110,7 +110,7 @@ def test_a_full_stage_hands_layers_to_neighbours_with_room():
     """Memory before balance: 5 layers of 1 byte fit nowhere, 3 and 3 do."""
 
     def excess(lengths):
-        return [max(0, own - limit) for own, limit in zip(lengths, (3, 9), strict=True)]
+        return [max(0, length - limit) for length, limit in zip(lengths, (3, 9), strict=True)]
 
     assert tune_memory((5, 1), excess) == (3, 3)
 
@@ -119,11 +119,11 @@ def test_a_layer_goes_past_a_neighbour_that_is_full_itself():
     """The stages between pass on a layer each: stage 1 holds as many as before."""
 
     def excess(lengths):
-        return [max(0, own - limit) for own, limit in zip(lengths, (2, 2, 9), strict=True)]
+        return [max(0, length - limit) for length, limit in zip(lengths, (2, 2, 9), strict=True)]
 
     assert tune_memory((4, 2, 1), excess) == (2, 2, 3)
 
 
 def test_what_cannot_fit_stays_as_it_is():
     """No stage has room: nothing is gained by moving."""
-    assert tune_memory((2, 2), lambda lengths: [float(own) for own in lengths]) == (2, 2)
+    assert tune_memory((2, 2), lambda lengths: [float(length) for length in lengths]) == (2, 2)

@@ -29,11 +29,11 @@ def profile(profile_of):
     )
 
 
-def objective(profile, found, micro_batches, bandwidth):
+def objective(profile, chosen_plan, micro_batches, bandwidth):
     """L of the plan for one node, stage by stage: each copy has its share of the samples."""
-    samples = found.batch / micro_batches
-    replicas = dict(found.schedule_options).get("replicas", (1,) * found.stages)
-    ends = list(accumulate(found.lengths, initial=0))
+    samples = chosen_plan.batch / micro_batches
+    replicas = dict(chosen_plan.schedule_options).get("replicas", (1,) * chosen_plan.stages)
+    ends = list(accumulate(chosen_plan.lengths, initial=0))
     rows = []
     for stage, copies in enumerate(replicas):
         layers = profile.layers[ends[stage] : ends[stage + 1]]
@@ -133,10 +133,10 @@ def test_ranks_of_a_stage_stand_where_its_place_is(profile_of):
         profile, cluster_of(4, 2, inside=1e9, between=1e6), 64, planner="dapple", stages=2
     )
     ranks = [
-        [chosen_plan.devices[rank] if chosen_plan.devices else rank for rank in each]
-        for each in chosen_plan.schedule.ranks_of_stage
+        [chosen_plan.devices[rank] if chosen_plan.devices else rank for rank in stage_ranks]
+        for stage_ranks in chosen_plan.schedule.ranks_of_stage
     ]
-    assert sorted(sorted(each) for each in ranks) == [[0, 1], [2, 3]]
+    assert sorted(sorted(devices) for devices in ranks) == [[0, 1], [2, 3]]
 
 
 def test_devices_of_different_kinds_and_clusters_too_large_are_refused(profile_of):

@@ -31,15 +31,15 @@ def cluster_of(ranks, memory=10**12, speeds=(1.0,), latency=1e-4):
     st.lists(st.floats(1e-4, 1e-2), min_size=1, max_size=4), st.integers(3, 6), st.integers(1, 4)
 )
 def test_the_objective_is_the_ring_formula_and_what_simulation_says(
-    profile_of, seconds, ranks, each
+    profile_of, seconds, ranks, samples
 ):
     """Every device's share, then 2 (R - 1) pieces round the ring: the formula is exact for equal
     shares.
     """
     chosen_plan = plan(
-        profile_of(seconds), cluster_of(ranks), ranks * each, planner="data-parallel"
+        profile_of(seconds), cluster_of(ranks), ranks * samples, planner="data-parallel"
     )
-    computing = sum(3 * each * second for second in seconds)
+    computing = sum(3 * samples * second for second in seconds)
     ring = 2 * (ranks - 1) * (1e-4 + 1000 * len(seconds) / ranks / 1e6)
     assert chosen_plan.objective.value == pytest.approx(computing + ring)
     assert chosen_plan.predicted.step_s == pytest.approx(computing + ring)

@@ -14,14 +14,14 @@ from penstock.search.planners.gpipe import gpipe, least_variance
 def test_no_cut_has_less_variance(costs, data):
     """Against all cuts."""
     stages = data.draw(st.integers(1, len(costs)))
-    found = least_variance(costs, stages)
-    assert sum(found) == len(costs)
-    assert len(found) == stages
+    lengths = least_variance(costs, stages)
+    assert sum(lengths) == len(costs)
+    assert len(lengths) == stages
 
     def spread(lengths):
         return std([sum(costs[a:b]) for a, b in bounds(lengths)])
 
-    assert spread(found) == pytest.approx(min(map(spread, cuts(len(costs), stages))), abs=1e-9)
+    assert spread(lengths) == pytest.approx(min(map(spread, cuts(len(costs), stages))), abs=1e-9)
 
 
 def test_the_objective_is_the_deviation_of_the_stages_seconds():

@@ -42,12 +42,12 @@ SPEEDS = [1 / KINDS[device.name][1] for device in PAPER.devices]
 
 def test_the_papers_policies_make_its_virtual_workers():
     """NP: a node each. ED: one of each kind. HD: the fast with the slow, VVQQ and RRGG."""
-    found = {}
+    kinds_of_policy = {}
     for policy, allocation in allocations(PAPER, SPEEDS, 40):
-        found.setdefault(policy, kinds(PAPER, allocation))
-    assert found["node partition"] == ["VVVV", "RRRR", "GGGG", "QQQQ"]
-    assert found["equal distribution"] == ["GQRV"] * 4
-    assert sorted(found["hybrid distribution"]) == ["GGVV", "GGVV", "QQRR", "QQRR"]
+        kinds_of_policy.setdefault(policy, kinds(PAPER, allocation))
+    assert kinds_of_policy["node partition"] == ["VVVV", "RRRR", "GGGG", "QQQQ"]
+    assert kinds_of_policy["equal distribution"] == ["GQRV"] * 4
+    assert sorted(kinds_of_policy["hybrid distribution"]) == ["GGVV", "GGVV", "QQRR", "QQRR"]
 
 
 def test_every_allocation_uses_every_device_once_in_virtual_workers_of_equal_size():
@@ -67,7 +67,9 @@ def test_no_virtual_worker_has_more_devices_than_there_are_layers():
 def test_virtual_workers_with_equal_devices_are_tried_in_every_order_alike():
     """4! orders of four kinds, the same for all, since they share one cut."""
     allocation = next(
-        each for policy, each in allocations(PAPER, SPEEDS, 4) if policy == "equal distribution"
+        workers
+        for policy, workers in allocations(PAPER, SPEEDS, 4)
+        if policy == "equal distribution"
     )
     all_orders = orders(PAPER, allocation, SPEEDS)
     names = {
@@ -91,13 +93,13 @@ def test_with_too_many_orders_those_by_memory_and_speed_are_tried():
     assert 2 <= len(all_orders) <= 4
 
 
-def objective(profile, cluster, found, lengths=None):
+def objective(profile, cluster, chosen_plan, lengths=None):
     """The slowest stage of any virtual worker, computing and receiving, shared by them all; no
     memory asked. With `lengths` for the stages in place of the plan's.
     """
-    stages, samples = found.stages, found.batch / found.micro_batches
-    devices = found.devices or tuple(range(found.ranks))
-    ends = list(accumulate(lengths or found.lengths, initial=0))
+    stages, samples = chosen_plan.stages, chosen_plan.batch / chosen_plan.micro_batches
+    devices = chosen_plan.devices or tuple(range(chosen_plan.ranks))
+    ends = list(accumulate(lengths or chosen_plan.lengths, initial=0))
     slowest = 0.0
     for first in range(0, len(devices), stages):
         worker_devices = devices[first : first + stages]
@@ -115,7 +117,7 @@ def objective(profile, cluster, found, lengths=None):
                 crossing = samples * layers[-1].output_bytes_per_sample
                 stage_s += cluster.transfer_seconds(crossing, rank, worker_devices[stage + 1])
             slowest = max(slowest, stage_s)
-    return found.micro_batches * slowest / (len(devices) // stages)
+    return chosen_plan.micro_batches * slowest / (len(devices) // stages)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -130,17 +132,17 @@ def test_the_objective_is_the_slowest_stage_shared_by_the_virtual_workers(profil
     assert chosen_plan.schedule_name == ("hetpipe" if asynchronous else "1f1b")
 
 
-def fits(profile, cluster, found, lengths):
+def fits(profile, cluster, chosen_plan, lengths):
     """Whether the stages fit in every virtual worker: stage s of S holds weights, gradients and
     momenta, and the activations of S - s micro-batches.
     """
-    samples, ends = -(-found.batch // found.micro_batches), [0, *accumulate(lengths)]
-    for place, rank in enumerate(found.devices or range(found.ranks)):
-        stage = place % found.stages
+    samples, ends = -(-chosen_plan.batch // chosen_plan.micro_batches), [0, *accumulate(lengths)]
+    for place, rank in enumerate(chosen_plan.devices or range(chosen_plan.ranks)):
+        stage = place % chosen_plan.stages
         layers = profile.layers[ends[stage] : ends[stage + 1]]
         held = 3 * sum(layer.parameter_bytes for layer in layers)
         saved = samples * sum(layer.activation_bytes_per_sample for layer in layers)
-        if held + (found.stages - stage) * saved > cluster.devices[rank].memory_bytes:
+        if held + (chosen_plan.stages - stage) * saved > cluster.devices[rank].memory_bytes:
             return False
     return True
 
@@ -173,22 +175,22 @@ def test_no_cut_that_fits_has_a_faster_slowest_stage(blocks, names, unit):
     costs = replace(costs, device=names[0])
     cluster = cluster_of(names, per_node=len(names), unit=unit, bandwidth=1e7)
     try:
-        found = plan(costs, cluster, 8, planner="hetpipe", micro_batches=8, recompute="never")
+        chosen_plan = plan(costs, cluster, 8, planner="hetpipe", micro_batches=8, recompute="never")
     except PlanError:
-        found = None
-    if found is None:  # not with one virtual worker of all devices either, in any order
+        chosen_plan = None
+    if chosen_plan is None:  # not with one virtual worker of all devices either, in any order
         whole = SimpleNamespace(batch=8, micro_batches=8, stages=len(names), ranks=len(names))
         for whole.devices in permutations(range(len(names))):
             everywhere = cuts(len(blocks), len(names))
             assert not any(fits(costs, cluster, whole, lengths) for lengths in everywhere)
         return
     values = [
-        objective(costs, cluster, found, lengths)
-        for lengths in cuts(len(blocks), found.stages)
-        if fits(costs, cluster, found, lengths)
+        objective(costs, cluster, chosen_plan, lengths)
+        for lengths in cuts(len(blocks), chosen_plan.stages)
+        if fits(costs, cluster, chosen_plan, lengths)
     ]
-    assert fits(costs, cluster, found, found.lengths)
-    assert found.objective.value == pytest.approx(min(values))
+    assert fits(costs, cluster, chosen_plan, chosen_plan.lengths)
+    assert chosen_plan.objective.value == pytest.approx(min(values))
 
 
 def test_the_slow_device_gets_the_shorter_stage(profile_of):

@@ -16,12 +16,12 @@ def test_the_objective_is_the_estimate_of_the_step(asked):
     chosen_plan = megatron(ask(costs, "4xV100-NVLink", batch=64, **asked))
     pipelines = max(map(len, chosen_plan.schedule.ranks_of_stage))
     width = chosen_plan.ranks // pipelines
-    virtual, each = chosen_plan.stages // width, chosen_plan.micro_batches // pipelines
+    virtual, per_pipeline = chosen_plan.stages // width, chosen_plan.micro_batches // pipelines
     seconds = costs.step_seconds(64 / chosen_plan.micro_batches)
     parts = [sum(seconds[a:b]) for a, b in bounds(chosen_plan.lengths)]
     slowest = max(sum(parts[rank::width]) for rank in range(width))
     assert chosen_plan.objective.value == pytest.approx(
-        (virtual * each + width - 1) / virtual * slowest
+        (virtual * per_pipeline + width - 1) / virtual * slowest
     )
     if "schedules" in asked:
         assert virtual > 1

@@ -21,24 +21,24 @@ def cluster_of(ranks, per_node=1, inside=1e6, between=1e5, memory=10**12, names=
     return Cluster("c", devices, per_node, Link(0.0, inside), Link(0.0, between))
 
 
-def objective(profile, found, bandwidth):
+def objective(profile, chosen_plan, bandwidth):
     """Section 3.1 written out for one level: the slowest stage or link for a micro-batch of the
     plan.
     """
-    samples = found.batch / found.micro_batches
-    replicas = dict(found.schedule_options).get("replicas", (1,) * found.stages)
-    ends = list(accumulate(found.lengths, initial=0))
+    samples = chosen_plan.batch / chosen_plan.micro_batches
+    replicas = dict(chosen_plan.schedule_options).get("replicas", (1,) * chosen_plan.stages)
+    ends = list(accumulate(chosen_plan.lengths, initial=0))
     times = []
     for stage, copies in enumerate(replicas):
         layers = profile.layers[ends[stage] : ends[stage + 1]]
-        own = sum(
+        compute_s = sum(
             layer.seconds("forward", samples) + layer.seconds("backward", samples)
             for layer in layers
         )
         sync = (
             2 * (copies - 1) / copies * sum(layer.parameter_bytes for layer in layers) / bandwidth
         )
-        times.append(max(own, sync) / copies)
+        times.append(max(compute_s, sync) / copies)
         if stage:
             times.append(
                 2 * samples * profile.layers[ends[stage] - 1].output_bytes_per_sample / bandwidth
@@ -108,8 +108,8 @@ def test_copies_in_several_nodes_are_numbered_so_that_a_micro_batch_stays_in_its
     """Micro-batch n goes to the n-th copies: on the same node at both stages, as long as these have
     copies on all nodes alike.
     """
-    found = spread([Part(0, 2, 2, (Part(0, 1, 1), Part(1, 2, 3)))], [[0, 1, 2, 3], [4, 5, 6, 7]])
-    (_, _, first), (_, _, second) = found
+    copies = spread([Part(0, 2, 2, (Part(0, 1, 1), Part(1, 2, 3)))], [[0, 1, 2, 3], [4, 5, 6, 7]])
+    (_, _, first), (_, _, second) = copies
     assert all(first[n % 2] // 4 == second[n % 6] // 4 for n in range(12))
 
 
@@ -124,10 +124,12 @@ def test_nodes_are_a_level_of_their_own(profile_of):
         micro_batches=16,
     )
     ranks = [
-        sorted(chosen_plan.devices[rank] for rank in each) if chosen_plan.devices else list(each)
-        for each in chosen_plan.schedule.ranks_of_stage
+        sorted(chosen_plan.devices[rank] for rank in stage_ranks)
+        if chosen_plan.devices
+        else list(stage_ranks)
+        for stage_ranks in chosen_plan.schedule.ranks_of_stage
     ]
-    assert all(len({rank // 2 for rank in each}) == 1 for each in ranks)
+    assert all(len({rank // 2 for rank in stage_devices}) == 1 for stage_devices in ranks)
 
 
 @pytest.mark.parametrize("per_node", [1, 2])

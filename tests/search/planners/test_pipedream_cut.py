@@ -83,17 +83,17 @@ def slowest(costs, best, levels, form):
     for i, part in enumerate(best):
         m = part.replicas
         weights = sum(costs.parameter_bytes[part.start : part.stop])
-        own = (
+        compute_s = (
             slowest(costs, part.inner, below, form)
             if below
             else sum(costs.seconds[part.start : part.stop])
         )
         if form == "paper":
-            times.append(max(own, 2 * (m - 1) / m * weights / bandwidth) / m)
+            times.append(max(compute_s, 2 * (m - 1) / m * weights / bandwidth) / m)
             times += [2 * costs.output_bytes[part.start - 1] / bandwidth] if i else []
             continue
         within = below[-1][0] if below and i == 0 else 1
-        times.append((own + 4 * (m - 1) * weights / (bandwidth * m) / within) / m)
+        times.append((compute_s + 4 * (m - 1) * weights / (bandwidth * m) / within) / m)
         if i:
             times.append(2 * costs.output_bytes[part.start - 1] / (bandwidth * m))
             times += (
@@ -123,11 +123,11 @@ def test_the_cut_that_the_authors_optimizer_printed_is_among_the_best(
     """Many cuts are equally good, and which is printed hangs on the order of a Python set there:
     theirs is as good as ours, and where no other is, it is ours.
     """
-    own = hierarchical_cut(
+    cut = hierarchical_cut(
         load(name), [Level(*machine) for machine in machines], Rules("code", straight=straight)
     )
     assert slowest(load(name), parts(stages), machines, "code") == pytest.approx(
-        own.slowest_s, rel=1e-12
+        cut.slowest_s, rel=1e-12
     )
 
 
@@ -205,7 +205,7 @@ def test_on_one_level_the_cut_is_the_best_of_all(costs, components, bandwidth, f
     cut = hierarchical_cut(costs, [Level(components, bandwidth)], Rules(form))
     every = cuts(0, len(costs), (components,))
     assert cut.slowest_s == pytest.approx(
-        min(slowest(costs, each, [(components, bandwidth)], form) for each in every)
+        min(slowest(costs, stages, [(components, bandwidth)], form) for stages in every)
     )
     assert slowest(costs, cut.parts, [(components, bandwidth)], form) == pytest.approx(
         cut.slowest_s
@@ -225,7 +225,7 @@ def test_on_two_levels_the_cut_is_the_best_of_all(costs, inside, between, form):
     cut = hierarchical_cut(costs, [Level(*machine) for machine in machines], Rules(form))
     every = cuts(0, len(costs), (2, 2))
     assert cut.slowest_s == pytest.approx(
-        min(slowest(costs, each, machines, form) for each in every)
+        min(slowest(costs, stages, machines, form) for stages in every)
     )
     assert slowest(costs, cut.parts, machines, form) == pytest.approx(cut.slowest_s)
 
@@ -237,9 +237,9 @@ def test_with_few_replicas_or_a_number_of_stages_the_cut_is_the_best_of_those(
 ):
     """What the user fixes is no more than a filter on the same objective."""
     every = [
-        each
-        for each in cuts(0, len(costs), (components,))
-        if len(each) == stages and max(part.replicas for part in each) <= most
+        parts
+        for parts in cuts(0, len(costs), (components,))
+        if len(parts) == stages and max(part.replicas for part in parts) <= most
     ]
     rules = Rules(most_replicas=most, stages=stages)
     if not every:
@@ -248,7 +248,7 @@ def test_with_few_replicas_or_a_number_of_stages_the_cut_is_the_best_of_those(
         return
     cut = hierarchical_cut(costs, [Level(components, bandwidth)], rules)
     assert cut.slowest_s == pytest.approx(
-        min(slowest(costs, each, [(components, bandwidth)], "paper") for each in every)
+        min(slowest(costs, stages, [(components, bandwidth)], "paper") for stages in every)
     )
     assert len(cut.parts) == stages
 
@@ -306,11 +306,11 @@ def test_a_straight_pipeline_on_more_devices_than_layers_is_refused():
 
 @settings(max_examples=30, deadline=None)
 @given(chains, st.integers(1, 3), st.integers(1, 4))
-def test_all_layers_and_all_components_are_used_once(costs, nodes, each):
+def test_all_layers_and_all_components_are_used_once(costs, nodes, components):
     """Stages follow each other, and their copies add up to the machine."""
-    cut = hierarchical_cut(costs, [Level(each, 5.0), Level(nodes, 1.0)])
+    cut = hierarchical_cut(costs, [Level(components, 5.0), Level(nodes, 1.0)])
     assert sum(part.replicas for part in cut.parts) == nodes
     ends = list(accumulate(part.stop - part.start for part in cut.parts))
     assert [part.stop for part in cut.parts] == ends
     assert ends[-1] == len(costs)
-    assert all(sum(inner.replicas for inner in part.inner) == each for part in cut.parts)
+    assert all(sum(inner.replicas for inner in part.inner) == components for part in cut.parts)

@@ -74,17 +74,19 @@ def test_no_stages_have_a_faster_slowest_one(blocks, devices, room, recompute):
     )
     best = min(tps(request, 4, *way, recompute == "always") for way in shared(len(blocks), devices))
     try:
-        found, refusal = piper(request), ""
+        chosen_plan, refusal = piper(request), ""
     except PlanError as error:
-        found, refusal = None, str(error)
-    if found is None:
+        chosen_plan, refusal = None, str(error)
+    if chosen_plan is None:
         # What fits by Piper's count may lack a byte by the simulator's: then it says what is
         # needed.
         assert best == math.inf or "nothing fits the memory" in refusal
         return
-    copies = tuple(len(ranks) for ranks in found.schedule.ranks_of_stage)
-    assert found.objective.value == pytest.approx(best)
-    assert tps(request, 4, found.lengths, copies, recompute == "always") == pytest.approx(best)
+    copies = tuple(len(ranks) for ranks in chosen_plan.schedule.ranks_of_stage)
+    assert chosen_plan.objective.value == pytest.approx(best)
+    assert tps(request, 4, chosen_plan.lengths, copies, recompute == "always") == pytest.approx(
+        best
+    )
 
 
 def test_a_heavy_front_gets_more_devices_and_a_heavy_back_one():

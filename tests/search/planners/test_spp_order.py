@@ -25,9 +25,9 @@ def test_no_cut_is_less(size, data):
     best = min(
         across(set(side)) for count in range(1, size) for side in combinations(range(size), count)
     )
-    found = minimum_cut(weights)
-    assert 0 < len(found) < size
-    assert across(found) == best
+    side = minimum_cut(weights)
+    assert 0 < len(side) < size
+    assert across(side) == best
 
 
 @pytest.mark.parametrize(

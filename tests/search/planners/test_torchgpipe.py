@@ -92,8 +92,8 @@ def test_torchgpipe_itself_gives_the_same_balance(stages):
     blocks = pytest.importorskip("torchgpipe.balance.blockpartition")
     generator = Random(stages)
     costs = [generator.uniform(0.1, 2) for _ in range(17)]
-    own = [len(part) for part in importlib.import_module(blocks.__name__).solve(costs, stages)]
+    lengths = [len(part) for part in importlib.import_module(blocks.__name__).solve(costs, stages)]
     chosen_plan = torchgpipe(
         ask(profile([(value / 3, 2 * value / 3) for value in costs]), f"{stages}xV100-NVLink")
     )
-    assert list(chosen_plan.lengths) == own
+    assert list(chosen_plan.lengths) == lengths

@@ -46,23 +46,23 @@ def taken(profile, cluster, shape):
     times = []
     for stage, (start, stop) in enumerate(pairwise(ends)):
         layers = profile.layers[start:stop]
-        own = sum(
+        stage_s = sum(
             layer.seconds("forward", shape.micro_batch)
             + layer.seconds("backward", shape.micro_batch)
             for layer in layers
         )
-        own *= 4 / 3 if shape.recompute else 1
+        stage_s *= 4 / 3 if shape.recompute else 1
         ranks = [pipeline * shape.depth + stage for pipeline in range(shape.width)]
         if stage + 1 < shape.depth:
             crossing = shape.micro_batch * layers[-1].output_bytes_per_sample
-            own += 2 * max(cluster.transfer_seconds(crossing, rank, rank + 1) for rank in ranks)
+            stage_s += 2 * max(cluster.transfer_seconds(crossing, rank, rank + 1) for rank in ranks)
         piece = sum(layer.parameter_bytes for layer in layers) / shape.width
         ring = [
             cluster.transfer_seconds(piece, *pair)
             for pair in zip(ranks, [*ranks[1:], ranks[0]], strict=True)
         ]
         shared = 2 * (shape.width - 1) * max(ring) if shape.width > 1 else 0.0
-        times.append(max(own, shared / shape.micro_batches))
+        times.append(max(stage_s, shared / shape.micro_batches))
     return max(times)
 
 

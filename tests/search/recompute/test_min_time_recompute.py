@@ -35,14 +35,14 @@ def every_choice(layers: Layers) -> Iterator[list[tuple[int, int]]]:
 def held(layers: Layers, segments: list[tuple[int, int]]) -> tuple[float, float, float]:
     """Seconds, what is kept, and what comes back at most, added up layer by layer."""
     again = {place for first, end in segments for place in range(first, end)}
-    kept = sum(layers.inputs[first] for first, _ in segments)
+    saved = sum(layers.inputs[first] for first, _ in segments)
     for place in set(range(len(layers.seconds))) - again:
-        kept += layers.saved[place] + (
+        saved += layers.saved[place] + (
             layers.entry[place] if place in layers.firsts or place - 1 in again else 0
         )
     return (
         sum(layers.seconds[place] for place in again),
-        kept,
+        saved,
         max((layers.recompute_bytes(*segment) for segment in segments), default=0.0),
     )
 
@@ -70,7 +70,7 @@ def random_layers(draw) -> Layers:
 def test_the_choice_takes_the_least_of_all_that_fit(layers, room, weight):
     """Where nothing fits, no choice comes nearer."""
     chosen_segments, fits = min_time_recompute(layers, lambda bounds: room - weight * bounds)
-    seconds, kept, back = held(layers, chosen_segments)
+    seconds, saved, back = held(layers, chosen_segments)
     fitting = [
         s
         for s, k, b in (held(layers, choice) for choice in every_choice(layers))
@@ -81,13 +81,13 @@ def test_the_choice_takes_the_least_of_all_that_fit(layers, room, weight):
         "segments in order, none over another"
     )
     if fits:
-        assert kept + weight * back <= room
+        assert saved + weight * back <= room
         assert seconds == min(fitting)
     else:
         over = min(
             k + weight * b for _, k, b in (held(layers, choice) for choice in every_choice(layers))
         )
-        assert kept + weight * back == pytest.approx(over)
+        assert saved + weight * back == pytest.approx(over)
 
 
 def test_layers_alike_are_cut_where_little_comes_back():
@@ -123,9 +123,9 @@ def test_a_hundred_layers_of_different_seconds_are_within_the_rounding():
         frozenset({0}),
     )
     chosen_segments, fits = min_time_recompute(layers, lambda bounds: numbers.sum() / 2 - bounds)
-    seconds, kept, _ = held(layers, chosen_segments)
+    seconds, saved, _ = held(layers, chosen_segments)
     assert fits
-    assert kept <= numbers.sum() / 2
+    assert saved <= numbers.sum() / 2
     assert seconds <= numbers.sum() / 2 * 1.02
 
 

@@ -37,8 +37,8 @@ def profiles(draw, least: int, most: int) -> Profile:
     """
 
     def layer(i: int) -> LayerProfile:
-        own = draw(st.sampled_from([1.0, 2.0, 3.0]))
-        lines = [timing(0.0, part) for part in (own, 2 * own, own, own)]
+        forward = draw(st.sampled_from([1.0, 2.0, 3.0]))
+        lines = [timing(0.0, part) for part in (forward, 2 * forward, forward, forward)]
         saved, entry, output = (float(draw(st.integers(0, 9))) for _ in range(3))
         return LayerProfile(f"l{i}", "L", *lines, 1, 1, 0, 10 * saved, 10 * output, 10 * entry)
 

@@ -12,10 +12,10 @@ from penstock.study.convergence.train_case import train_case
 @pytest.fixture
 def cases():
     """Flush and stash on digits at 2 stages, five batches."""
-    found, _ = Experiment(
+    cases, _ = Experiment(
         tasks=("digits",), rules=("stash",), depths=(2,), seeds=1, most_batches=5
     ).cases()
-    return {case.rule: case for case in found}
+    return {case.rule: case for case in cases}
 
 
 def test_rules_begin_with_the_same_weights_and_batches(cases):

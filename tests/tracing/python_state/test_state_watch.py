@@ -41,7 +41,7 @@ class Changing(nn.Module):
         return self.last(x) / self.temperature * self.scale
 
 
-def made(model, schedule="1f1b", **options):
+def pipeline_of(model, schedule="1f1b", **options):
     return Pipeline(
         chain(model, torch.randn(4, 4)),
         loss=functional.cross_entropy,
@@ -69,7 +69,7 @@ def steps(change, counts=3):
     model = Changing()
     plain = copy.deepcopy(model)
     x, y = torch.randn(8, 4), torch.randint(0, 3, (8,))
-    pipe, optimizer = made(model), torch.optim.SGD(plain.parameters(), lr=0.1)
+    pipe, optimizer = pipeline_of(model), torch.optim.SGD(plain.parameters(), lr=0.1)
     for step in range(counts):
         for net in (model, plain) if step else ():
             change(net, step)
@@ -88,7 +88,7 @@ def steps(change, counts=3):
         lambda model, step: model.options["powers"].insert(0, 1 + step),
         lambda model, step: model.mask[:step].zero_(),
         lambda model, step: setattr(model, "mask", torch.full((8,), float(step))),
-        lambda model, _: model.middle.register_forward_hook(lambda *given: given[2] * 2),
+        lambda model, _: model.middle.register_forward_hook(lambda *call: call[2] * 2),
         lambda model, _: setattr(model.norm, "forward", torch.tanh),
         lambda model, step: setattr(model, "scale", 1.0 + step),
         lambda model, _: model.first.requires_grad_(False),
@@ -132,7 +132,7 @@ def test_dropout_switched_on_later_draws_as_if_it_had_been_on_from_the_start():
         torch.manual_seed(0)
         model = Changing()
         model.drop.p = probabilities[0]
-        pipe = made(model)
+        pipe = pipeline_of(model)
         x, y = torch.randn(8, 4), torch.randint(0, 3, (8,))
         pipe.eval_batch(x, y)
         model.drop.p = probabilities[1]
@@ -178,7 +178,7 @@ def test_tensors_and_modules_that_the_layers_do_not_hold_are_refused(change, mes
     """The optimizer has the old ones: a new head would never be trained."""
     torch.manual_seed(0)
     model = Changing()
-    pipe = made(model)
+    pipe = pipeline_of(model)
     x, y = torch.randn(8, 4), torch.randint(0, 3, (8,))
     pipe.train_batch(x, y)
     change(model)
@@ -194,7 +194,7 @@ def test_an_earlier_state_is_not_traced_again(caplog):
     model = Changing()
     x, y = torch.randn(8, 4), torch.randint(0, 3, (8,))
     with caplog.at_level(logging.INFO, logger="penstock"):
-        pipe = made(model)
+        pipe = pipeline_of(model)
         for temperature in (1.0, 2.0, 1.0, 2.0, float("2")):
             model.temperature = temperature
             pipe.train_batch(x, y)
@@ -208,7 +208,7 @@ def test_an_earlier_state_is_not_traced_again(caplog):
 def test_modes_of_the_users_model_do_not_matter_in_evaluation():
     """Training loops call `model.eval()` before and `model.train()` after an evaluation."""
     model = Changing()
-    pipe = made(model)
+    pipe = pipeline_of(model)
     x, y = torch.randn(8, 4), torch.randint(0, 3, (8,))
     first = pipe.eval_batch(x, y)
     model.eval()
@@ -220,7 +220,7 @@ def test_a_stream_drains_before_it_uses_other_graphs():
     """Values of micro-batches in flight have the names of the previous graphs."""
     torch.manual_seed(0)
     model = Changing()
-    pipe = made(model, schedule="pipedream")
+    pipe = pipeline_of(model, schedule="pipedream")
     x, y = torch.randn(8, 4), torch.randint(0, 3, (8,))
 
     def batches():
