@@ -13,6 +13,7 @@ from torch import nn
 from penstock.batches.batch import make_batch
 from penstock.optim.update import Update
 from penstock.schedule.recompute import Recompute
+from penstock.stage import stage as stage_module
 from penstock.stage.activation_meter import ActivationMeter
 from penstock.stage.saved_forward import FastForward
 from penstock.stage.stage import Stage
@@ -426,3 +427,15 @@ def test_an_evaluation_measures_nothing_of_the_graphs_of_training(recompute):
             meter.begin()
     assert held[:3] == held[3:]
     assert min(held) > 0
+
+
+def test_results_of_checks_of_losses_and_recomputes_are_read_with_those_of_the_layers(monkeypatch):
+    """The host does not wait for each; the loss may be one that these layers compute."""
+    calls = []
+    monkeypatch.setattr(stage_module, "StageLoss", lambda *args: calls.append(args))
+    modules = [nn.Tanh(), nn.Linear(4, 4)]
+    _, last = make_stages(modules)[0]
+    ((loss, device, options, seed, layers, checks),) = calls
+    assert (loss, device, seed, layers) == (nn.functional.mse_loss, CPU, 0, modules[1:])
+    assert options is last.loss_options
+    assert checks is last._second_forwards._checks is last.runner.checks
