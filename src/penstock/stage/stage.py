@@ -410,12 +410,12 @@ class Stage:
             for root in roots[first_loss : first_loss + saved.loss_root_count]
         ]
         grads = [*output_grads, *loss_grads, *carried_grads]
-        pairs = [pair for pair in zip(roots, grads, strict=True) if pair[0].requires_grad]
+        assert len(roots) == len(grads)
         return _Backward(
             with_grad(saved.inputs.tensors),
             with_grad(tensors_of(saved.slice_state)),
-            [root for root, _ in pairs],
-            [grad for _, grad in pairs],
+            roots,
+            grads,
             saved.size,
         )
 
