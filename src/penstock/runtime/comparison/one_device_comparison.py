@@ -314,15 +314,10 @@ def _buffers(
     Args:
         reference: the model.
         tensors: the state by name.
-        grads: the gradients by parameter name.
+        grads: the gradients by the first name of every parameter.
     """
-    traced = reference.placed.traced
-    parameters = {name for layer in traced.layers for name in layer.parameters} | set(grads)
-    return {
-        name: tensor
-        for name, tensor in tensors.items()
-        if traced.first_name(name) not in parameters
-    }
+    first_name = reference.placed.traced.first_name
+    return {name: tensor for name, tensor in tensors.items() if first_name(name) not in grads}
 
 
 def _compare_whole(reference: OneDevice, results: _Results) -> WholeBatch:
