@@ -87,6 +87,7 @@ def test_gradients_and_scales_of_all_stages_come_back_after_an_error():
     trained.grad, borrowed.grad = torch.full((1,), 2.0), torch.full((1,), 3.0)
     update = SimpleNamespace(parameters=[trained], borrowed=[borrowed])
     stage = SimpleNamespace(update=update, loss_scale=4.0)
+    empty = SimpleNamespace(update=SimpleNamespace(parameters=[], borrowed=[]), loss_scale=5.0)
     grads = trained.grad, borrowed.grad
 
     def fail():
@@ -96,11 +97,11 @@ def test_gradients_and_scales_of_all_stages_come_back_after_an_error():
 
     with (
         pytest.raises(KeyError),
-        one_device_comparison._unchanged_gradients(SimpleNamespace(stages=[stage])),
+        one_device_comparison._unchanged_gradients(SimpleNamespace(stages=[empty, stage])),
     ):
         fail()
     assert (trained.grad, borrowed.grad) == grads
-    assert stage.loss_scale == 4.0
+    assert (stage.loss_scale, empty.loss_scale) == (4.0, 5.0)
 
 
 def test_buffers_come_back_after_an_error():
