@@ -62,9 +62,10 @@ def test_a_stale_model_refuses_every_way_of_reading_it():
     model[0](x)  # a layer that this rank trains stays callable
 
 
-def test_a_model_that_is_not_stale_is_read_as_without_a_guard():
+@pytest.mark.parametrize("copies", [False, True])
+def test_a_model_that_is_not_stale_is_read_as_without_a_guard(copies):
     """Its copies do not become stale with it."""
-    model, guard = guarded(stale=False)
+    model, guard = guarded(stale=False, copies=copies)
     x = torch.ones(1, 2)
     output, copied = model(x), copy.deepcopy(model)
     loaded = pickle.loads(pickle.dumps(model))

@@ -175,7 +175,9 @@ def test_nan_on_one_side_alone_is_an_infinite_difference():
         micro_batches=2,
         executor="threads",
     )
-    assert math.isinf(pipe.compare_with_one_device(torch.ones(4, 2), torch.ones(4, 2)).relative)
+    comparison = pipe.compare_with_one_device(torch.ones(4, 2), torch.ones(4, 2))
+    assert math.isinf(comparison.relative)
+    assert math.isfinite(comparison.scale["loss"]), "scales are those of the one device"
 
 
 def test_equal_infinities_and_nan_are_no_difference():
