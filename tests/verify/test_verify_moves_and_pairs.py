@@ -199,7 +199,7 @@ def test_an_op_is_in_one_pair_whether_it_is_first_or_second_there():
         verify(replace(Schedule.parse(text), pairs=pairs))
 
 
-def test_findings_on_moves_and_on_slices_end_at_a_thousand():
+def test_findings_on_moves_slices_and_pairs_end_at_a_thousand():
     """A file of wrong ones would have as many as it has micro-batches."""
     evicted = " ".join(f"0F{number} 0E{number} 0B{number}" for number in range(1100))
     findings, _ = findings_of(f"{evicted} 0U1")
@@ -209,6 +209,9 @@ def test_findings_on_moves_and_on_slices_end_at_a_thousand():
     with pytest.raises(ScheduleError) as caught:
         verify(replace(apart, slicing=Slicing.even("tokens", 2, 1100)))
     assert [finding.rule for finding in caught.value.findings] == ["slices"] * 1000
+    paired = " ".join(f"0F{number}&0B{number}" for number in range(1100))
+    findings, _ = findings_of(f"{paired} 0U1")
+    assert [rule for rule, _, _ in findings] == ["pair"] * 1000
 
 
 @pytest.mark.parametrize(

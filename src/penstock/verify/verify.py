@@ -96,16 +96,19 @@ def verify(
         ScheduleError: a rule is broken; each of its `findings` names the rule, the op and the rank.
         UnknownName: there is no such weight rule.
     """
-    # Each check relies on the ones before it, so the first that fails ends the verification.
-    findings = (
-        [*islice(completeness_findings(schedule), _MAX_FINDINGS)]
-        or [*islice(_slice_numbers(schedule), _MAX_FINDINGS)]
-        or [*islice(_evict_and_load(schedule), _MAX_FINDINGS)]
-        or [*_pairs(schedule)]
-        or [*_order(schedule)]
-        or [*_updates(schedule)]
-        or [*islice(stream_findings(schedule), _MAX_FINDINGS)]
+    checks = (
+        completeness_findings,
+        _slice_numbers,
+        _evict_and_load,
+        _pairs,
+        _order,
+        _updates,
+        stream_findings,
     )
+    findings: list[Finding] = []
+    # Each check relies on the ones before it, so the first that fails ends the verification.
+    for check in checks:
+        findings = findings or [*islice(check(schedule), _MAX_FINDINGS)]
     if not findings:
         stage_peaks, rank_peaks = op_arrays(schedule).in_flight
         if in_flight_limit is not None:
