@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -120,3 +122,44 @@ def test_a_ratio_that_orders_nothing_is_refused(ratio):
         ScheduleError, match="hanayo takes a ratio of backward to forward above 0, not "
     ):
         schedule("hanayo", 4, 4, ratio=ratio)
+
+
+def slow_rows(ranks, waves, micro_batches, ratio):
+    """The rule of the docstring, by looking at all ops at every moment: whenever a rank is idle, it
+    starts a ready backward of the smallest micro-batch, or else a ready forward of the latest stage.
+    """
+    stages = 2 * waves * ranks
+    turn = [*range(ranks), *reversed(range(ranks))]
+    end_of, idle_from, rows, now = {}, [0.0] * ranks, [[] for _ in range(ranks)], 0.0
+    left = {(kind, s, m) for kind in "FB" for s in range(stages) for m in range(micro_batches)}
+
+    def is_ready(kind, stage, m):
+        """Whether all inputs of an op are there now."""
+        inputs = [("F", stage - 1, m)] if stage else []
+        if kind == "B":
+            inputs = [("F", stage, m)] + ([("B", stage + 1, m)] if stage + 1 < stages else [])
+        return all(end_of.get(other, math.inf) <= now for other in inputs)
+
+    while left:
+        for rank in range(ranks):
+            ready = [op for op in left if turn[op[1] % (2 * ranks)] == rank and is_ready(*op)]
+            if ready and idle_from[rank] <= now:
+                kind, stage, m = min(
+                    ready, key=lambda op: (0, op[2]) if op[0] == "B" else (1, -op[1], op[2])
+                )
+                left.remove((kind, stage, m))
+                rows[rank].append(f"{stage}{kind}{m}")
+                idle_from[rank] = end_of[kind, stage, m] = now + (ratio if kind == "B" else 1)
+        now = min((end for end in end_of.values() if end > now), default=now)
+    return [" ".join(row) for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "waves", "micro_batches"),
+    [(1, 2, 3), (2, 1, 5), (2, 2, 3), (2, 3, 4), (3, 1, 4), (3, 2, 5), (4, 1, 6)],
+)
+@pytest.mark.parametrize("ratio", [0.5, 1, 2, 3])
+def test_the_order_is_that_of_a_search_over_all_ops(ranks, waves, micro_batches, ratio):
+    """Ranks, waves, micro-batches and ratios of all sorts."""
+    hanayo = schedule("hanayo", 2 * waves * ranks, micro_batches, waves=waves, ratio=ratio)
+    assert rows_of(hanayo) == slow_rows(ranks, waves, micro_batches, ratio)
