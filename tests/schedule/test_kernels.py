@@ -170,6 +170,18 @@ def test_an_op_waits_for_both_of_its_inputs_to_arrive():
     assert times[0, "0U1"][:2] == times[2, "0U1"][:2] == (10, 11)
 
 
+@pytest.mark.parametrize(("overlap", "start"), [(True, 8), (False, 10)])
+def test_a_rank_goes_on_when_both_ops_of_a_pair_have_ended_and_sent(overlap, start):
+    """The forward of the pair sends for 2 s, its backward sends nothing; without overlap the rank
+    waits for the message.
+    """
+    paired = Schedule.parse("0F0 0F1&0B0 0F2 0B1 0B2\n1F0 1B0 1F1 1B1 1F2 1B2")
+    times = times_by_op(paired, {"F": 1.0, "B": 1.0}, 2.0, overlap)
+    assert times[0, "0F1"] == (7, 8, 8, 10)
+    assert times[0, "0B0"] == (7, 8, 8, 8)
+    assert times[0, "0F2"][:2] == (start, start + 1)
+
+
 def test_an_update_that_awaits_an_earlier_wave_starts_after_all_its_replicas():
     """On three copies with waves of one update and distance 1: the slowest of them decides."""
     rows = [f"0F{n} 0B{n} 0U1 0F{n + 3} 0B{n + 3} 0U2" for n in range(3)]
