@@ -17,7 +17,7 @@ from tests.schedule.custom_schedules import custom_schedules
 
 from penstock.errors import FileError, ScheduleError
 from penstock.schedule.catalogue import schedule, schedules
-from penstock.schedule.lower import Direction, Message, lower
+from penstock.schedule.lower import Direction, Message, lower, output_message
 from penstock.schedule.op import Kind, Op, Schedule
 from penstock.schedule.torch_csv.actions import unsupported_reason
 from penstock.schedule.torch_csv.files import from_csv, load_csv, parse_csv, read_csv, to_csv
@@ -58,6 +58,15 @@ def check(schedule):
     assert from_csv(text, schedule.name) == replace(schedule, options=())
     back, lowered = parse_csv(text, schedule.name)
     assert verify_lowered(lowered, schedule=back).channel_depth == 0
+    for program in lowered.programs:
+        ops = [action for action in program if isinstance(action, Op)]
+        place_of = {output_message(op, back.stages): place for place, op in enumerate(ops)}
+        places = defaultdict(list)
+        for action in program:
+            if not isinstance(action, Op) and action.direction is Direction.SEND:
+                places[action.peer].append(place_of[action.message])
+        # A link carries its messages in the order in which its sender computes them.
+        assert all(row == sorted(row) for row in places.values())
     orders = between_ranks(text)
     assert all(orders[peer, rank] == messages for (rank, peer), messages in orders.items())
 
