@@ -194,6 +194,14 @@ def test_bounds_that_differ_by_little_are_told_apart():
     assert chain_of(table, None).search(1) == (1.0 + 1e-9, [(2, 1)])
 
 
+def test_of_stages_that_keep_the_bound_on_as_few_ranks_the_fastest_is_taken():
+    """The last stage has 3 s either way, and the first 3 s or 1 s."""
+    table = np.full((4, 4, 3), np.inf)
+    table[0, 1, 1], table[1, 3, 1] = 3.0, 3.0
+    table[0, 2, 1], table[2, 3, 1] = 1.0, 3.0
+    assert chain_of(table, None).search(2) == (3.0, [(2, 1), (1, 1)])
+
+
 def test_a_stage_of_every_layer_is_possible_under_limits():
     """The most stages that there can be."""
     table = np.full((4, 4, 4), np.inf)

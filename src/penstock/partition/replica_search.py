@@ -145,20 +145,20 @@ class Chain:
             else:
                 start = index + 1
         bound = float(bounds[start])
-        return bound, self._stages_within(bound, self.fewest_per_count(bound, stages))
+        return bound, self._trace_stages(self.fewest_per_count(bound, stages))
 
-    def _stages_within(self, bound: float, fewest: list[Ints]) -> list[Stage]:
-        """Trace back the stages within the bound from the result of `fewest_per_count`."""
+    def _trace_stages(self, fewest: list[Ints]) -> list[Stage]:
+        """Trace back the stages within the bound that `fewest` was computed for."""
         first, stages = 0, []
         for count in range(len(fewest) - 1, 0, -1):
             table = self.below(count).table
             ends = np.arange(first + 1, self.layers + 1)
-            # A stage on a best path has the difference of ranks; of several the fastest is taken.
+            # A stage on a best path has the difference of ranks; of several the fastest is taken,
+            # which keeps the bound, since one of them does.
             replicas = fewest[count][first] - fewest[count - 1][ends]
             allowed = replicas >= 1
             replicas = np.where(allowed, replicas, 0)
             seconds = table[first, ends, replicas]
-            allowed &= seconds <= bound
             best = int(np.argmin(np.where(allowed, seconds, np.inf)))
             stages.append((best + 1, int(replicas[best])))
             first = int(ends[best])
