@@ -264,8 +264,11 @@ def test_a_search_under_limits_finds_most_cuts_that_fit():
     assert solved >= 0.8 * possible
 
 
-def test_a_search_under_unlike_limits_finds_most_cuts_that_fit():
-    """A rank with less memory than the others must get less from the first step on."""
+@pytest.mark.parametrize("transfer_s", [0, 10])
+def test_a_search_under_unlike_limits_finds_most_cuts_that_fit(transfer_s):
+    """A rank with less memory than the others must get less from the first step on, whatever the
+    seconds of its links.
+    """
     solved = 0
     for seed in range(12):
         rng = np.random.default_rng(seed)
@@ -274,7 +277,12 @@ def test_a_search_under_unlike_limits_finds_most_cuts_that_fit():
         rank_bytes = np.add.reduceat(layer_bytes, starts).reshape(2, 3).sum(axis=0)
         with pytest.MonkeyPatch.context() as patch:
             patch.setitem(looped_with_bound.__globals__, "FEW_CUTS", 0)
-            options = {"fixed_bytes": layer_bytes, "limits": rank_bytes + 1}
+            transfer = (transfer_s * rng.integers(0, 9, 13)).tolist()
+            options = {
+                "fixed_bytes": layer_bytes,
+                "limits": rank_bytes + 1,
+                "transfer": transfer,
+            }
             solved += looped(seconds, 3, 2, **options) is not None
     assert solved >= 10
 
