@@ -225,6 +225,9 @@ def test_the_unit_of_the_costs_does_not_matter():
     """Seconds or nanoseconds, denormals or 10^300: powers of two change no digit."""
     costs = np.random.default_rng(5).random(40)
     assert minimax(costs, 6) == minimax(costs * 2.0**-1000, 6) == minimax(costs * 2.0**1000, 6)
+    # Even loads come before even counts.
+    for unit in (2.0**-40, 1.0, 2.0**40):
+        assert minimax(np.array([10, 3, 1, 1, 1]) * unit, 3) == [1, 1, 3]
 
 
 @pytest.mark.parametrize("overlap", [True, np.False_])
