@@ -124,6 +124,7 @@ def test_a_send_goes_to_the_process_of_the_rank_and_is_counted_until_it_has_left
     assert [(work.kind, work.peer, work.options) for work in works] == [
         ("send", 6, {"group": "shared", "tag": message_tag(message, leaf)}) for leaf in (0, 1)
     ]
+    assert (transport.arrives_at_once(2), transport.shares) == (False, False)
     buffers = transport.wire.buffers
     assert (buffers.now, buffers.peak) == (28, 28)
     transport.drain()

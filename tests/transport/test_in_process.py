@@ -36,7 +36,9 @@ def test_a_payload_arrives_as_it_was_sent_and_once():
     sent = payload(1)
     arrival = receiver.post(0, FIRST, "s")
     sender.send(1, FIRST, sent, "s")
+    assert sender.arrives_at_once(1)
     assert arrival.wait() is sent
+    assert receiver.shares, "who changes it in place changes the sender's"
     with pytest.raises(TransportTimeout, match=r"^$"):
         receiver.post(0, FIRST, "s").wait()
     sender.drain()

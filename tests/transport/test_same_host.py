@@ -124,6 +124,8 @@ def test_what_arrives_is_the_receivers_own(ends):
     assert second.tolist() == [1.0] * 4
     assert not first.requires_grad
     assert first.is_leaf
+    assert not ends[1].shares
+    assert ends[0].arrives_at_once(1)
 
 
 def test_channels_last_stays_so(ends):
