@@ -91,9 +91,10 @@ def test_what_sums_hide_is_by_the_devices_of_the_plan_and_the_samples_of_its_sli
     assert costs_of_plan(plan, by_kind, hosts).update == pytest.approx((whole_s - 3.0,))
     programs = tuple(f"0F{n} 0B{n} 0F{n + 1} 0B{n + 1} 0U1" for n in (0, 2))
     halves = Slicing("samples", ((0.5, 0.5), (0.5, 0.5)))
-    sliced = replace(replicated_plan(), programs=programs, slicing=halves, batch=4)
+    sliced = replace(replicated_plan(), programs=programs, slicing=halves, batch=8)
     by_kind["e"] = profile
-    assert costs_of_plan(sliced, by_kind, hosts).update == pytest.approx((whole_s - 6.0,))
+    # Slices of 2 of the 4 samples of a micro-batch: the other three layers take 2 x 6 s.
+    assert costs_of_plan(sliced, by_kind, hosts).update == pytest.approx((whole_s - 12.0,))
 
 
 def test_selected_layers_run_again_at_the_pace_of_the_plan_s_devices():
@@ -166,6 +167,15 @@ def test_a_plan_stands_on_the_devices_that_it_names():
         simulate_plan(replace(a_plan(), devices=(4, 0)), PROFILE, FOUR)
 
 
+def test_each_micro_batch_takes_the_link_between_its_own_replicas():
+    """Micro-batch 0 is on ranks of different nodes, micro-batch 1 on those of one."""
+    programs = ("0F1 0B1 0U1", "1F1 1B1 1U1", "0F0 0B0 0U1", "1F0 1B0 1U1")
+    apart = replace(FOUR, devices_per_node=1, node_of=(0, 0, 1, 2))
+    costs = costs_of_plan(replace(a_plan(), programs=programs), PROFILE, apart)
+    far_s, near_s = FOUR.between.transfer_seconds(2000), FOUR.inside.transfer_seconds(2000)
+    assert costs.transfer == ((far_s, near_s),)
+
+
 def test_a_plan_s_stages_take_what_their_devices_take():
     """By name, by peak, or all alike: stage 1 on a device three times as slow."""
     mixed = replace(
@@ -227,6 +237,23 @@ def test_an_asynchronous_plan_simulates_with_its_own_weight_rule():
     assert steady_state.seconds_per_batch == pytest.approx(
         max(7 + 14, (3 + 6 + 7 + 14 + 2 * 2.5) / 2)
     )
+
+
+def test_a_stream_takes_the_seconds_of_its_mean_micro_batch_and_the_bytes_of_its_largest():
+    """Five samples in four micro-batches: one of them has two."""
+    stream = schedule("pipedream", 2, 4)
+    plan = replace(
+        a_plan(),
+        programs=stream.lines,
+        micro_batches=4,
+        batch=5,
+        synchronous=False,
+        stream=stream.stream,
+        weights="stash",
+    )
+    costs = costs_of_plan(plan, PROFILE, FOUR)
+    assert costs.forward == (1.25 * 3, 1.25 * 7)
+    assert costs.activation_bytes == (2 * 30, 2 * 70)
 
 
 def test_a_plan_is_refused_with_another_model_s_profile():

@@ -283,6 +283,7 @@ def test_a_search_that_cannot_improve_has_no_rounds_and_no_gap():
         costs = Costs(forward=(forward,), backward=(2 * forward,))
         result = synthesise(costs, 3, Settings(budget_s=1000, max_rounds=5))
         assert (result.makespan, result.gap, result.rounds) == (9 * forward, 0.0, 0)
+        assert not synthesise(costs, 3, Settings(budget_s=0)).cut_short, "nothing was left to do"
         assert result.proved
 
 
