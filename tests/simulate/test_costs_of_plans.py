@@ -59,6 +59,14 @@ def test_a_plan_has_the_updates_and_bytes_of_its_level_of_zero(zero):
     assert (costs.forward > (10,)) == (zero == 3)
 
 
+@pytest.mark.parametrize("zero", [1, 2])
+def test_replicas_sum_over_the_link_between_the_devices_of_the_plan(zero):
+    """Devices 0 and 2 are on different nodes."""
+    costs = costs_of_plan(replicated_plan(zero=zero, devices=(0, 2)), PROFILE, FOUR)
+    at_update = {1: 1.0, 2: 0.5}[zero]
+    assert costs.update == pytest.approx((at_update * all_reduce_seconds((0, 2), 1000.0, FOUR),))
+
+
 def test_sums_of_gradients_beside_the_backward_are_no_part_of_a_plan_s_updates():
     """Between CPU hosts buckets leave during the backward; with ZeRO 1 they do not."""
     layers = tuple(
@@ -78,20 +86,20 @@ def test_sums_of_gradients_beside_the_backward_are_no_part_of_a_plan_s_updates()
 
 
 def test_what_sums_hide_is_by_the_devices_of_the_plan_and_the_samples_of_its_slices():
-    """Devices 2 and 3 take half of the time of the others, and so do halves of a micro-batch."""
+    """Devices 2 and 3 are on two hosts, 0 and 1 on one, and take half of the time of these."""
     layers = tuple(
         replace(layer, parameter_bytes=5 * 10**6, backward=layer.forward) for layer in PROFILE
     )
     profile = replace(PROFILE, layers=layers)
     devices = (Device("d", 10**12, "cpu"),) * 2 + (Device("e", 10**12, "cpu"),) * 2
-    hosts = replace(FOUR, devices=devices, devices_per_node=1, between=FOUR.inside)
-    whole_s = all_reduce_seconds((0, 1), 20e6, hosts)
+    hosts = replace(FOUR, devices=devices, node_of=(0, 0, 1, 2), between=FOUR.inside)
+    whole_s = all_reduce_seconds((2, 3), 20e6, hosts)
     by_kind = {"d": profile, "e": scale_profile(profile, 0.5)}
     plan = replace(replicated_plan(), devices=(2, 3))
     assert costs_of_plan(plan, by_kind, hosts).update == pytest.approx((whole_s - 3.0,))
     programs = tuple(f"0F{n} 0B{n} 0F{n + 1} 0B{n + 1} 0U1" for n in (0, 2))
     halves = Slicing("samples", ((0.5, 0.5), (0.5, 0.5)))
-    sliced = replace(replicated_plan(), programs=programs, slicing=halves, batch=8)
+    sliced = replace(plan, programs=programs, slicing=halves, batch=8)
     by_kind["e"] = profile
     # Slices of 2 of the 4 samples of a micro-batch: the other three layers take 2 x 6 s.
     assert costs_of_plan(sliced, by_kind, hosts).update == pytest.approx((whole_s - 12.0,))

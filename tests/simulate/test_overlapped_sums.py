@@ -176,6 +176,7 @@ def test_updates_get_shorter_by_what_is_hidden_and_never_less_than_nothing():
     assert with_shorter_updates(costs, [0.0, 0.0]) is costs
     assert with_shorter_updates(costs, [0.5, 0.0]).update == (2.5, 1.0)
     assert with_shorter_updates(costs, [0.5, 2.0]) == replace(costs, update=(2.5, 0.0))
+    assert with_shorter_updates(Costs(update=3.0), [0.5, 1.0]).update == (2.5, 2.0)
 
 
 def random_program(rng, stages):

@@ -14,6 +14,7 @@ from penstock.plan.segments import Selection
 from penstock.profile.profile import LayerProfile, Profile
 from penstock.schedule.catalogue import schedule
 from penstock.schedule.op import Schedule
+from penstock.schedule.slicing import Slicing
 from penstock.simulate.costs import Costs
 from penstock.simulate.plan_costs import schedule_costs
 from penstock.simulate.selective_recompute import LayerBytes, with_selective_recompute
@@ -195,6 +196,15 @@ def test_devices_that_differ_run_layers_again_at_their_own_pace():
         Costs(), case_schedule, [fast, slow], (2,), [1.0], Selection((1,))
     )
     assert selected.recompute == ((2.0, 10.0, 2.0, 10.0),)
+    alike = with_selective_recompute(
+        Costs(), case_schedule, [slow, slow], (2,), [1.0], Selection((1,))
+    )
+    assert alike.recompute == (10.0,)
+    halves = Slicing("samples", ((0.5, 0.5), (0.5, 0.5)))
+    text = "rank 0 | 0F0 0F1 0B1 0B0 0U1\nrank 1 | 0F2 0F3 0B3 0B2 0U1"
+    sliced = replace(Schedule.parse(text), slicing=halves)
+    selected = with_selective_recompute(Costs(), sliced, [fast, slow], (2,), [1.0], Selection((1,)))
+    assert selected.recompute == (pytest.approx((2.0, 10.0)),)
     stream = schedule("pipedream", 1, 2, batches=6, replicas=2)
     selected = with_selective_recompute(Costs(), stream, [fast, slow], (2,), [1.0], Selection((1,)))
     ranks = [stream.placement[0, number] for number in range(12)]
