@@ -129,8 +129,8 @@ PLANNING_DEFECTS = [
     Defect(
         "simulate: half-duplex links carry both directions at once",
         "simulate/simulate.py",
-        "low, high = np.sort(dependencies.links.reshape(-1, 2), axis=1).T",
-        "low, high = dependencies.links.reshape(-1, 2).T",
+        "low, high = np.sort(dependencies.links, axis=1).T",
+        "low, high = dependencies.links.T",
         ("tests/simulate/test_simulate.py",),
     ),
     Defect(
