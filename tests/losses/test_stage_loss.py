@@ -69,6 +69,15 @@ def test_a_count_that_is_not_the_expected_one_is_refused():
         three.of(batch_of(x, x), 0, x[:2].clone().requires_grad_(), [])
 
 
+def test_a_count_that_comes_where_there_was_none_before_is_refused():
+    """The weights are those of a loss of one number."""
+    x = torch.ones(4, 2)
+    batch = batch_of(x, x)
+    batch.loss_weights = [0.5, 0.5]
+    with pytest.raises(SettingError, match="for micro-batch 1, and one number where it was asked"):
+        StageLoss(sum_and_count, CPU).of(batch, 1, x[2:].clone().requires_grad_(), [])
+
+
 def test_a_batch_of_one_micro_batch_is_divided_by_its_own_count():
     """No weights are needed then."""
     x, y = torch.ones(4, 2), torch.zeros(4, 2)

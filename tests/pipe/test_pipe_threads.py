@@ -92,12 +92,14 @@ def test_jobs_have_a_thread_each_and_the_inference_mode_of_the_caller():
 def test_an_interrupted_wait_stops_the_jobs_and_goes_on_until_all_have_ended(monkeypatch):
     """Otherwise a job of this batch would run into the next one."""
     stopped, caller, interrupts = threading.Event(), threading.get_ident(), [KeyboardInterrupt()]
-    ended, errors = [], []
+    ended, errors, waits = [], [], []
 
     class Interrupted(SimpleQueue):
         def get(self):
-            if threading.get_ident() == caller and interrupts:
-                raise interrupts.pop()
+            if threading.get_ident() == caller:
+                waits.append(len(interrupts))
+                if interrupts:
+                    raise interrupts.pop()
             return super().get()
 
     def job(number):
@@ -112,6 +114,7 @@ def test_an_interrupted_wait_stops_the_jobs_and_goes_on_until_all_have_ended(mon
     PartitionThreads().run([partial(job, number) for number in range(3)], stop)
     assert sorted(ended) == [0, 1, 2]
     assert errors == [KeyboardInterrupt]
+    assert waits == [1, 0, 0, 0]  # the one that was interrupted, and one for each job
 
 
 @pytest.mark.parametrize("stack", ["function", "dispatch", "hooks"])
