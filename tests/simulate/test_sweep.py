@@ -14,10 +14,12 @@ from tests.simulate.test_everything import rich_costs
 from penstock.errors import SettingError
 from penstock.schedule.catalogue import schedule
 from penstock.schedule.op import Schedule
+from penstock.schedule.recompute import Recompute
 from penstock.simulate import sweep as many
 from penstock.simulate.costs import FIELDS, Costs
+from penstock.simulate.memory_curves import peaks_in_order
 from penstock.simulate.network import Network
-from penstock.simulate.simulate import peak_memory, simulate_schedule
+from penstock.simulate.simulate import simulate_schedule, tables_of
 from penstock.simulate.sweep import simulate_many
 
 FIGURES = ("makespan", "busy", "bubble_ratio", "span_bubble_ratio", "peak_memory")
@@ -241,7 +243,7 @@ def test_activations_on_their_way_to_a_partner_count_in_the_peaks_of_many(bounda
     )
     costs = [plain, replace(plain, offload=5.0), replace(plain, activation_bytes=30.0)]
     alone = [simulate_schedule(case_schedule, vector).peak_memory for vector in costs]
-    assert alone[0] != peak_memory(case_schedule, plain)
+    assert alone[0] != peaks_in_order(tables_of(case_schedule, plain, Recompute.NEVER))
     assert list(map(tuple, simulate_many(case_schedule, costs).peak_memory.tolist())) == alone
 
 

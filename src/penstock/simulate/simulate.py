@@ -8,7 +8,7 @@ from penstock.event import EventArrays, Timeline, TransferArrays
 from penstock.schedule.arrays import Array
 from penstock.schedule.dependencies import Dependencies, acyclic_dependencies_of
 from penstock.schedule.kernels import Durations, Media, Times, time_ops_contended
-from penstock.schedule.op import Schedule
+from penstock.schedule.op import ACTIVATION_MOVES, Schedule
 from penstock.schedule.recompute import Recompute
 from penstock.simulate.cost_arrays import Amounts
 from penstock.simulate.costs import Costs
@@ -72,10 +72,10 @@ def peak_memory(
 ) -> tuple[int, ...] | None:
     """Return the peak bytes of every rank, or None if the costs contain no bytes.
 
-    It uses the order of the ops alone. It counts weights with gradients and optimizer state, and
-    activations from F to the end of the backward; a recomputed micro-batch saves its stage's input,
-    and all its activations only while its backward runs. Boundary buffers depend on the times of
-    ops: `Timeline.peak_memory` includes them if the costs do.
+    It counts weights with gradients and optimizer state, and activations from F to the end of the
+    backward; a recomputed micro-batch saves its stage's input, and all its activations only while
+    its backward runs. Activations that move to another rank (E and L) are held until they have
+    arrived. Boundary buffers are not counted: `Timeline.peak_memory` includes them if the costs do.
 
     Raises:
         SettingError: the costs do not fit the schedule.
@@ -84,7 +84,11 @@ def peak_memory(
     policy = Recompute.parse(recompute)
     if costs.activation_bytes is None and costs.weight_bytes is None:
         return None
-    return peaks_in_order(tables_of(schedule, costs, policy))
+    tables = tables_of(schedule, costs, policy)
+    if not tables.dependencies.ops.of_kind(*ACTIVATION_MOVES).any():
+        return peaks_in_order(tables)  # the order of the ops decides, without their times
+    times = times_of(tables, tables.seconds[0], True, costs.links, costs.network)
+    return tuple(curve.peak for curve in Memory(tables, times, boundary=False).curves)
 
 
 def tables_of(schedule: Schedule, costs: Costs, recompute: Recompute) -> Tables:

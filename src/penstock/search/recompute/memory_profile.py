@@ -1,5 +1,6 @@
 """Memory profile of a schedule: how many micro-batches of each stage a rank holds when it is
-fullest, and how many of them are being recomputed.
+fullest, and how many of them are being recomputed. Activations that move to another rank (E and L)
+count as there at once.
 """
 
 from __future__ import annotations
