@@ -129,6 +129,17 @@ def test_the_mode_of_training_is_a_switch_and_what_modules_keep_themselves_is_no
     assert (module.training, module.inner.training) == (False, False)
 
 
+def test_a_hook_that_a_second_forward_registers_stays():
+    """What torch keeps in every module is not the layer's state."""
+    module = Counting()
+    attributes = Attributes([module])
+    calls = []
+    with attributes.with_contents(attributes.contents()):
+        module.inner.register_full_backward_hook(lambda *_: calls.append("inner"))
+    module.inner(torch.ones(1, 1, requires_grad=True)).sum().backward()
+    assert calls == ["inner"]
+
+
 def test_layers_of_torch_alone_are_skipped():
     """They keep no such state; one part of another class is enough for all parts of its layer."""
     plain = nn.Sequential(nn.Linear(1, 1), nn.ReLU())

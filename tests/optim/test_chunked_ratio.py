@@ -40,11 +40,14 @@ def test_it_is_the_formula_however_it_is_cut(monkeypatch, limit):
     )
 
 
-def test_layouts_and_types_may_differ():
-    """Convolution weights with channels last, and half of the model in single precision."""
+@pytest.mark.parametrize("dtypes", [(torch.float64, torch.float32), (torch.float32, torch.float64)])
+def test_layouts_and_types_may_differ(dtypes):
+    """Convolution weights with channels last, and half of the model in single precision: the other
+    half keeps its own.
+    """
     shapes = [(4, 3, 2, 2), (5, 6)]
     changed, numerators, squares = (
-        [*tensors(n, shapes), *tensors(n, shapes, torch.float32)] for n in range(3)
+        [tensor for dtype in dtypes for tensor in tensors(n, shapes, dtype)] for n in range(3)
     )
     for row in (changed, numerators, squares):
         row[0] = row[0].to(memory_format=torch.channels_last)
@@ -53,7 +56,7 @@ def test_layouts_and_types_may_differ():
         w + n / (q.sqrt() + 1) for w, n, q in zip(changed, numerators, squares, strict=True)
     ]
     Ratio().add(0, changed, (numerators, squares), 1, 1)
-    assert all(torch.allclose(a, b) for a, b in zip(changed, expected, strict=True))
+    torch.testing.assert_close(changed, expected)
 
 
 def test_several_sets_of_tensors_share_the_room():

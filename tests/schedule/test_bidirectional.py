@@ -43,6 +43,11 @@ def test_a_bare_w_is_of_the_oldest_i_of_either_way():
     assert text_of((1, "F0 F1 I1 I0 W W")) == "1F0 4F0 4I0 1I0 4W0 1W0"
 
 
+def test_a_w_of_a_way_is_of_its_own_next_micro_batch():
+    """ZB-V names the way, whichever I is the oldest."""
+    assert text_of((1, "F0 F1 I1 I0 W0 W1")) == "1F0 4F0 4I0 1I0 1W0 4W0"
+
+
 def test_what_is_not_there_is_left_out():
     """Closed forms are written for full pipelines; nothing is written a negative number of times."""
     assert text_of((3, "F0 B0"), (-2, "F1"), micro_batches=2) == "1F0 1B0 1F1 1B1"

@@ -44,6 +44,7 @@ def test_rules_of_both_kinds_are_listed_apart():
     """For messages that say what would go."""
     assert rules(synchronous=True) == ["flush"]
     assert {"stash", "none", "double-buffer", "pipemare"} <= set(rules(synchronous=False))
+    assert "flush" not in rules(synchronous=False)
 
 
 @pytest.mark.parametrize(
