@@ -436,14 +436,3 @@ def test_pending_checks_of_a_stage_are_read_on_demand():
     with pytest.raises(RunError, match=r"^this is wrong"):
         stage.read_checks()
     assert not stage.has_pending_checks
-
-
-def test_inputs_of_an_evaluation_require_no_gradient_whatever_was_sent():
-    """A sender's output may be a parameter."""
-    (_, stage), _ = make_stages([nn.Linear(4, 4), nn.Linear(4, 4)])
-    flags, x = [], torch.randn(2, 4)
-    stage.layers[0].module.register_forward_pre_hook(lambda _, x: flags.append(x[0].requires_grad))
-    for training in (False, True):
-        batch = make_batch(x, x, 1, step=0, training=training)
-        stage.forward(batch, 0, Payload.of(x, (True,)))
-    assert flags == [False, True]
