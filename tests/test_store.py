@@ -208,3 +208,16 @@ def test_a_path_is_checked_before_the_work_whose_result_it_holds(tmp_path):
     ):
         with pytest.raises(FileError, match=f"cannot write .*{reason}"):
             check_writable(wrong)
+
+
+def test_a_pipe_is_written_to_by_its_descriptor():
+    """A link such as /dev/stdout leads to a pipe that no path names."""
+    reader, writer = os.pipe()
+    try:
+        path = Path(f"/dev/fd/{writer}")
+        check_writable(path)
+        write_file(path, "content")
+        assert os.read(reader, 100) == b"content"
+    finally:
+        os.close(reader)
+        os.close(writer)

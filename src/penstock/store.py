@@ -93,11 +93,12 @@ def _partial_path(path: Path) -> Path | None:
     Raises:
         OSError, ValueError, RuntimeError: the path cannot be that of a file.
     """
-    target = path.resolve()
-    if target.is_dir():
+    if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-    if target.exists() and not target.is_file():
+    # By the path itself: /dev/stdout leads to a pipe that has no path of its own.
+    if path.exists() and not path.is_file():
         return None
+    target = path.resolve()
     # In the same folder, since a file can only be replaced atomically within a file system.
     return target.with_name(f".{target.name}.{os.getpid()}.partial")
 
